@@ -1,0 +1,194 @@
+"""The only file that knows ggml's structs.
+
+llama-cpp-python exposes llama.cpp's functions but not ggml's tensors. The few fields the engine
+needs are declared here and checked once against ggml's own public functions (`check_layout`), so
+that a library whose layout moved is noticed at start and not as a wrong token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+from llama_cpp._ctypes_extensions import load_shared_library
+
+from routeahead.errors import StreamError
+
+MAX_DIMS = 4
+MAX_SRC = 10
+POINTER = ctypes.sizeof(ctypes.c_void_p)
+
+
+class Tensor(ctypes.Structure):
+    """Mirror of `struct ggml_tensor` (ggml.h) up to and including its name."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * MAX_DIMS),
+        ("nb", ctypes.c_size_t * MAX_DIMS),
+        ("op", ctypes.c_int),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * MAX_SRC),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+    ]
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = [
+        ("mem_size", ctypes.c_size_t),
+        ("mem_buffer", ctypes.c_void_p),
+        ("no_alloc", ctypes.c_bool),
+    ]
+
+
+class GgufInitParams(ctypes.Structure):
+    """Mirror of `struct gguf_init_params` (gguf.h)."""
+
+    _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
+
+
+_PTR, _SIZE, _STR = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
+_I64, _INT = ctypes.c_int64, ctypes.c_int
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_init": (_PTR, [_InitParams]),
+    "ggml_free": (None, [_PTR]),
+    "ggml_new_tensor_1d": (_PTR, [_PTR, _INT, _I64]),
+    "ggml_new_tensor_2d": (_PTR, [_PTR, _INT, _I64, _I64]),
+    "ggml_new_tensor_3d": (_PTR, [_PTR, _INT, _I64, _I64, _I64]),
+    "ggml_mul_mat_id": (_PTR, [_PTR, _PTR, _PTR, _PTR]),
+    "ggml_view_2d": (_PTR, [_PTR, _PTR, _I64, _I64, _SIZE, _SIZE]),
+    "ggml_set_name": (_PTR, [_PTR, _STR]),
+    "ggml_get_name": (_PTR, [_PTR]),
+    "ggml_get_data": (_PTR, [_PTR]),
+    "ggml_nbytes": (_SIZE, [_PTR]),
+    "ggml_op_name": (_STR, [_INT]),
+    "ggml_type_name": (_STR, [_INT]),
+    "ggml_backend_cpu_buffer_from_ptr": (_PTR, [_PTR, _SIZE]),
+    "ggml_backend_buffer_get_type": (_PTR, [_PTR]),
+    "ggml_backend_buffer_get_base": (_PTR, [_PTR]),
+    "ggml_backend_buffer_get_size": (_SIZE, [_PTR]),
+    "ggml_backend_buffer_init_tensor": (_INT, [_PTR, _PTR]),
+    "ggml_backend_buffer_free": (None, [_PTR]),
+    "ggml_backend_cpu_buffer_type": (_PTR, []),
+    "ggml_backend_buft_name": (_STR, [_PTR]),
+    "ggml_backend_buft_is_host": (ctypes.c_bool, [_PTR]),
+    "ggml_backend_buft_get_alignment": (_SIZE, [_PTR]),
+    "ggml_backend_buft_get_device": (_PTR, [_PTR]),
+    "gguf_init_from_file": (_PTR, [_STR, GgufInitParams]),
+    "gguf_free": (None, [_PTR]),
+    "gguf_get_n_kv": (_I64, [_PTR]),
+    "gguf_find_key": (_I64, [_PTR, _STR]),
+    "gguf_get_key": (_STR, [_PTR, _I64]),
+    "gguf_get_kv_type": (_INT, [_PTR, _I64]),
+    "gguf_get_data_offset": (_SIZE, [_PTR]),
+    "gguf_get_n_tensors": (_I64, [_PTR]),
+    "gguf_get_tensor_name": (_STR, [_PTR, _I64]),
+    "gguf_get_tensor_ne": (ctypes.POINTER(_I64), [_PTR, _I64]),
+    "gguf_get_tensor_type": (_INT, [_PTR, _I64]),
+    "gguf_get_tensor_offset": (_SIZE, [_PTR, _I64]),
+    "gguf_get_tensor_size": (_SIZE, [_PTR, _I64]),
+    "gguf_get_val_str": (_STR, [_PTR, _I64]),
+    "gguf_get_val_bool": (ctypes.c_bool, [_PTR, _I64]),
+    "gguf_get_val_f32": (ctypes.c_float, [_PTR, _I64]),
+    "gguf_get_val_f64": (ctypes.c_double, [_PTR, _I64]),
+    "gguf_get_val_u8": (ctypes.c_uint8, [_PTR, _I64]),
+    "gguf_get_val_i8": (ctypes.c_int8, [_PTR, _I64]),
+    "gguf_get_val_u16": (ctypes.c_uint16, [_PTR, _I64]),
+    "gguf_get_val_i16": (ctypes.c_int16, [_PTR, _I64]),
+    "gguf_get_val_u32": (ctypes.c_uint32, [_PTR, _I64]),
+    "gguf_get_val_i32": (ctypes.c_int32, [_PTR, _I64]),
+    "gguf_get_val_u64": (ctypes.c_uint64, [_PTR, _I64]),
+    "gguf_get_val_i64": (ctypes.c_int64, [_PTR, _I64]),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """libggml-base with the functions above declared.
+
+    Raises:
+        StreamError: the installed llama-cpp-python lacks one of them.
+    """
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    base: ctypes.CDLL = load_shared_library("ggml-base", folder)
+    for name, (result, arguments) in _SIGNATURES.items():
+        try:
+            function = getattr(base, name)
+        except AttributeError:
+            raise StreamError(
+                f"{folder} has no {name}: install a llama-cpp-python of the supported range"
+            ) from None
+        function.restype, function.argtypes = result, arguments
+    return base
+
+
+def tensor_at(address: int) -> Tensor:
+    """The tensor struct at `address`, in place: a write to it is a write to ggml's tensor."""
+    return Tensor.from_address(address)
+
+
+def type_name(ggml_type: int) -> str:
+    name: bytes = library().ggml_type_name(ggml_type)
+    return name.decode().upper()
+
+
+@functools.cache
+def op_code(name: str) -> int:
+    """Number of the operation that ggml calls `name`, such as "MUL_MAT_ID".
+
+    Raises:
+        StreamError: no operation has that name.
+    """
+    base = library()
+    # ggml_op_name does not check its argument, so the scan stays below the number of operations.
+    for code in range(90):
+        if base.ggml_op_name(code).decode() == name:
+            return code
+    raise StreamError(f"ggml has no operation named {name}")
+
+
+@functools.cache
+def check_layout() -> None:
+    """Compares the struct above with what ggml's public functions say of real tensors.
+
+    Raises:
+        StreamError: they differ; the installed library cannot be streamed with.
+    """
+    base = library()
+    context = base.ggml_init(_InitParams(1 << 20, None, False))
+    try:
+        weights = base.ggml_new_tensor_3d(context, 0, 8, 4, 6)
+        rows = base.ggml_new_tensor_3d(context, 0, 8, 1, 2)
+        ids = base.ggml_new_tensor_2d(context, 26, 3, 2)
+        view = base.ggml_view_2d(context, ids, 2, 2, 12, 4)
+        product = base.ggml_mul_mat_id(context, weights, rows, ids)
+        base.ggml_set_name(product, b"probe-17")
+        t, v = tensor_at(product), tensor_at(view)
+        facts = {
+            "type": (type_name(t.type), type_name(tensor_at(ids).type)) == ("F32", "I32"),
+            "name": base.ggml_get_name(product) == product + Tensor.name.offset
+            and t.name == b"probe-17",
+            "data": t.data == base.ggml_get_data(product) is not None,
+            "ne": list(t.ne) == [4, 3, 2, 1] and list(tensor_at(weights).ne) == [8, 4, 6, 1],
+            "nb": t.nb[3] == base.ggml_nbytes(product) and v.nb[1] == 12,
+            "op": t.op == op_code("MUL_MAT_ID"),
+            "src": list(t.src)[:4] == [weights, rows, ids, None],
+            "view": v.view_src == ids and v.view_offs == 4 and v.data == tensor_at(ids).data + 4,
+        }
+    finally:
+        base.ggml_free(context)
+    wrong = [name for name, same in facts.items() if not same]
+    if wrong:
+        raise StreamError(
+            f"ggml_tensor of llama-cpp-python {llama_cpp.__version__} is laid out differently "
+            f"(fields {', '.join(wrong)})"
+        )

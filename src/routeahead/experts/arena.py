@@ -1,0 +1,256 @@
+"""Where expert bytes live: an address range shaped like the file, and the pages that fill it.
+
+The arena reserves, for every shard, as many addresses as the file has bytes and puts file offset x
+at base + x. A read of whole blocks therefore lands in place: no copy, O_DIRECT's alignment holds
+although GGUF aligns tensors to 32 bytes only, and blocks at the edge of a slice, which its
+neighbours share, get the bytes that the neighbours would have put there.
+
+Memory is what is *committed* in that range. Evicting an expert does not return its pages to the
+kernel: they are moved (mremap) under the next expert that is read. A read into fresh pages costs
+twice what a read into committed ones costs, and pages cut from huge pages stay physically
+contiguous, which saves the block layer work (docs/architecture.md, "Pages", has the figures).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from routeahead.errors import StreamError
+from routeahead.experts.layout import BLOCK, ExpertTensor, Shard, ceil_block, floor_block
+
+HUGE = 2 << 20
+_CHUNK = 32 << 20  # bytes of committed reserve taken from the kernel at a time
+
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MREMAP_MOVE_KEEPING_SOURCE = 1 | 2 | 4  # MAYMOVE | FIXED | DONTUNMAP (Linux 5.7)
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 4, 14, 23
+_NO_ACCESS, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+]  # fmt: skip
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+if hasattr(_libc, "mremap"):
+    _libc.mremap.restype = ctypes.c_void_p
+    _libc.mremap.argtypes = [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
+    ]  # fmt: skip
+
+
+class Pages(NamedTuple):
+    """A page-aligned range: address and length in bytes."""
+
+    address: int
+    nbytes: int
+
+
+class Reservation:
+    """An anonymous mapping of which nothing is committed until it is written."""
+
+    def __init__(self, nbytes: int, *, huge: bool = False) -> None:
+        self._nbytes = ceil_block(nbytes) + HUGE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if _is_linux() else 0)
+        try:
+            self._mmap = mmap.mmap(-1, self._nbytes, flags=flags, prot=_READ_WRITE)
+        except OSError as error:
+            raise StreamError(
+                f"cannot reserve {self._nbytes >> 20} MiB of addresses: {error.strerror}; "
+                "raise `ulimit -v` or set vm.overcommit_memory to 0 or 1"
+            ) from None
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
+        self._skip = -start % HUGE
+        self.address = start + self._skip
+        self.view = memoryview(self._mmap)[self._skip :]
+        if huge and _is_linux():
+            _libc.madvise(self.address, self._nbytes - HUGE, _MADV_HUGEPAGE)
+
+    @property
+    def range(self) -> Pages:
+        return Pages(self.address, self._nbytes - HUGE)
+
+
+def _is_linux() -> bool:
+    return sys.platform == "linux"
+
+
+class Arena:
+    """Address ranges for all shards, and the free pages that wait for their next slice.
+
+    `take`, `give`, `trim` and `reset` belong to the evaluation thread, which owns the free pages.
+    `provide` is called by the lane that owns the read; it touches only the pages handed to it.
+
+    Attributes:
+        recycling: whether pages are moved; False where the kernel cannot.
+        unmovable: moves that the kernel refused (pages were committed anew instead). Written by
+            lanes without a lock: a diagnostic, not a total.
+    """
+
+    def __init__(self, shards: Sequence[Shard], *, poison: bool = False) -> None:
+        """With `poison`, an expert's pages cannot be accessed before `provide` or after `take`
+        gave them away, so that a missing wait is a crash and not a wrong token (for tests)."""
+        self._shards = [Reservation(s.size) for s in shards]
+        self._poison = poison
+        self._free: dict[int, list[int]] = {}  # bytes → addresses of ranges that long
+        self._chunks: list[Reservation] = []
+        self._bump = self._bump_end = self._populated = 0
+        self.free_bytes = 0
+        self.unmovable = 0
+        self.recycling = _can_move()
+        if poison:
+            for shard in self._shards:
+                _protect(shard.range, _NO_ACCESS)
+
+    def address(self, shard: int, offset: int) -> int:
+        """Where byte `offset` of file `shard` belongs."""
+        return self._shards[shard].address + offset
+
+    def blocks(self, shard: int, start: int, end: int) -> tuple[int, memoryview]:
+        """The whole blocks around file range [start, end): their offset and memory."""
+        first, last = floor_block(start), ceil_block(end)
+        return first, self._shards[shard].view[first:last]
+
+    def inner(self, shard: int, start: int, end: int) -> Pages:
+        """The pages that lie wholly inside file range [start, end); possibly none."""
+        first, last = ceil_block(start), floor_block(end)
+        return Pages(self.address(shard, first), max(0, last - first))
+
+    # --- free pages: the evaluation thread's ---
+
+    def give(self, pages: Pages) -> None:
+        """Takes over the pages of a slice that was evicted."""
+        if not pages.nbytes:
+            return
+        if self._poison:
+            _protect(pages, _NO_ACCESS)
+        if self.recycling:
+            self._free.setdefault(pages.nbytes, []).append(pages.address)
+            self.free_bytes += pages.nbytes
+        else:
+            _release(pages)
+
+    def take(self, nbytes: int) -> Pages | None:
+        """Committed pages for a slice that is about to be read: of the same length where there
+        are any, else of another, else from the reserve."""
+        if not nbytes or not self.recycling:
+            return None
+        length = (
+            nbytes if self._free.get(nbytes) else next((n for n, a in self._free.items() if a), 0)
+        )
+        if not length:
+            return self._from_reserve(nbytes)
+        self.free_bytes -= length
+        return Pages(self._free[length].pop(), length)
+
+    def _from_reserve(self, nbytes: int) -> Pages:
+        if self._bump + nbytes > self._bump_end:
+            chunk = Reservation(max(_CHUNK, nbytes), huge=True)
+            self._chunks.append(chunk)
+            self._bump = self._populated = chunk.address
+            self._bump_end = chunk.address + chunk.range.nbytes
+        pages = Pages(self._bump, nbytes)
+        self._bump += nbytes
+        if self._bump > self._populated:
+            # Committed before it is moved: moving addresses without memory would move nothing.
+            grow = min(self._bump_end, -(-self._bump // HUGE) * HUGE) - self._populated
+            _libc.madvise(self._populated, grow, _MADV_POPULATE_WRITE)
+            self._populated += grow
+        return pages
+
+    def trim(self, limit: int) -> None:
+        """Returns free pages to the kernel until at most `limit` bytes wait."""
+        for length, addresses in self._free.items():
+            while addresses and self.free_bytes > limit:
+                _release(Pages(addresses.pop(), length))
+                self.free_bytes -= length
+
+    def reset(self, tensors: Sequence[ExpertTensor]) -> None:
+        """Forgets all expert pages, whatever state a fault left. No read may be in flight."""
+        for tensor in tensors:
+            end = tensor.offset + tensor.n_expert * tensor.expert_bytes
+            pages = self.inner(tensor.shard, tensor.offset, end)
+            if self._poison:
+                _protect(pages, _NO_ACCESS)
+            _release(pages)
+        self._free.clear()
+        self._chunks.clear()
+        self._bump = self._bump_end = self._populated = self.free_bytes = 0
+
+    def unpoison(self) -> None:
+        """Makes everything accessible: a faulted graph may still run a product before it stops."""
+        if self._poison:
+            for shard in self._shards:
+                _protect(shard.range, _READ_WRITE)
+
+    # --- the lanes' ---
+
+    def provide(self, inner: Pages, donor: Pages | None, blocks: memoryview) -> None:
+        """Puts committed pages under a slice, before it is read."""
+        if donor:
+            self._move(donor, inner)
+        if self._poison:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(blocks))
+            _protect(Pages(address, len(blocks)), _READ_WRITE)
+
+    def _move(self, donor: Pages, target: Pages) -> None:
+        length = min(donor.nbytes, target.nbytes)
+        moved = _libc.mremap(
+            donor.address, length, length, _MREMAP_MOVE_KEEPING_SOURCE, target.address
+        )
+        if moved != target.address:  # too many mappings: vm.max_map_count
+            self.unmovable += 1
+            length = 0
+        if donor.nbytes > length:
+            _release(Pages(donor.address + length, donor.nbytes - length))
+
+    # --- the dense weights' ---
+
+    def expose(self, shard: int, start: int, end: int) -> memoryview:
+        """The whole blocks around a range of dense weights, accessible for good."""
+        _, view = self.blocks(shard, start, end)
+        if self._poison:
+            pages = Pages(self.address(shard, floor_block(start)), len(view))
+            _protect(pages, _READ_WRITE)
+        return view
+
+    def map_file(self, shard: int, start: int, end: int, descriptor: int) -> None:
+        """Maps the pages of a range of dense weights from the file, privately and lazily.
+
+        Raises:
+            StreamError: the kernel refused.
+        """
+        first, last = floor_block(start), ceil_block(end)
+        address = self.address(shard, first)
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        # Writable, because an expert read next to it rewrites the block that both share.
+        got = _libc.mmap(address, last - first, _READ_WRITE, flags, descriptor, first)
+        if got != address:
+            reason = os.strerror(ctypes.get_errno())
+            raise StreamError(f"cannot map the dense weights: {reason}; use dense='anon'")
+
+
+def _release(pages: Pages) -> None:
+    if pages.nbytes:
+        _libc.madvise(pages.address, pages.nbytes, _MADV_DONTNEED)
+
+
+def _protect(pages: Pages, protection: int) -> None:
+    if pages.nbytes:
+        _libc.mprotect(pages.address, pages.nbytes, protection)
+
+
+def _can_move() -> bool:
+    """Whether committed pages keep their content when moved between anonymous mappings."""
+    if not (_is_linux() and hasattr(_libc, "mremap")):
+        return False
+    source, target = Reservation(BLOCK), Reservation(BLOCK)
+    source.view[:4] = b"move"
+    got = _libc.mremap(source.address, BLOCK, BLOCK, _MREMAP_MOVE_KEEPING_SOURCE, target.address)
+    return bool(got == target.address and bytes(target.view[:4]) == b"move" and source.view[0] == 0)

@@ -1,0 +1,166 @@
+"""Lanes: threads that sit in a read. They move bytes and know nothing else.
+
+Hand-overs between threads:
+
+* The evaluation thread builds a `Read`, and from `submit` on does not touch it; a lane owns it
+  until it settles the read's `Ticket`.
+* A ticket's count is changed only under `Lanes._ledger`. The lane that takes it to zero releases
+  the ticket's lock; the evaluation thread, blocked in `Ticket.wait`, then may use the bytes of all
+  of the ticket's reads. Acquiring the lock orders the lanes' writes before that use.
+* Queues are `deque`s: `append` and `popleft` are atomic. A wake-up token a lane follows every
+  submission, and a lane that wakes empties the queue, so that a token never gets lost.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from routeahead.errors import ReadError
+from routeahead.experts.arena import Arena, Pages
+from routeahead.experts.reader import Reader
+
+
+class Ticket:
+    """Counts down a group of reads; one thread waits for it.
+
+    Attributes:
+        error: the first exception among the reads, or None.
+    """
+
+    __slots__ = ("_settled", "error", "remaining")
+
+    def __init__(self, count: int) -> None:
+        self.remaining = count
+        self.error: BaseException | None = None
+        self._settled = _thread.allocate_lock()
+        self._settled.acquire()
+
+    @property
+    def done(self) -> bool:
+        return self.remaining == 0
+
+    def wait(self) -> None:
+        """Blocks until every read has settled.
+
+        Raises:
+            ReadError: one of them failed; none of the ticket's bytes may be used.
+        """
+        with self._settled:
+            pass
+        if self.error:
+            raise self.error
+
+    def settle(self, error: BaseException | None) -> None:
+        """Called by a lane, under the ledger."""
+        self.error = self.error or error
+        self.remaining -= 1
+        if self.remaining == 0:
+            self._settled.release()
+
+
+@dataclass(slots=True)
+class Read:
+    """One expert's slice of one projection, on its way into the arena.
+
+    Attributes:
+        view: the whole blocks in the arena that hold the slice.
+        need: bytes of `view` that must arrive (the file's last block may be shorter).
+        inner: pages that belong to this slice alone.
+        donor: committed pages to move to `inner` first, or None.
+        what: names the slice in an error.
+    """
+
+    shard: int
+    offset: int
+    view: memoryview
+    need: int
+    inner: Pages
+    donor: Pages | None
+    what: str
+    ticket: Ticket
+
+
+class Lanes:
+    """`count` threads that serve reads, oldest submission first."""
+
+    def __init__(self, count: int, reader: Reader, arena: Arena) -> None:
+        self._reader, self._arena = reader, arena
+        self._queue: deque[Read] = deque()
+        self._wake: SimpleQueue[bool] = SimpleQueue()
+        self._ledger = threading.Lock()
+        self._busy = [0.0] * count  # seconds; entry i is written by lane i alone
+        self._bytes = [0] * count
+        self._reads = [0] * count
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane,), name=f"lane-{lane}", daemon=True)
+            for lane in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that lanes spent in reads, summed over lanes."""
+        return sum(self._busy)
+
+    @property
+    def bytes_read(self) -> int:
+        """Physical bytes, whole blocks."""
+        return sum(self._bytes)
+
+    @property
+    def reads(self) -> int:
+        return sum(self._reads)
+
+    def submit(self, reads: Sequence[Read]) -> None:
+        self._queue.extend(reads)
+        for _ in range(min(len(reads), len(self._threads))):
+            self._wake.put(True)
+
+    def cancel(self) -> None:
+        """Settles everything that no lane has begun with an error; what is in flight goes on."""
+        while True:
+            try:
+                read = self._queue.popleft()
+            except IndexError:
+                return
+            self._settle(read, ReadError(f"{read.what}: cancelled"))
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._wake.put(False)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self, lane: int) -> None:
+        while self._wake.get():
+            while True:
+                try:
+                    read = self._queue.popleft()
+                except IndexError:
+                    break
+                self._run(lane, read)
+
+    def _run(self, lane: int, read: Read) -> None:
+        error: BaseException | None = None
+        start = time.perf_counter()
+        try:
+            self._arena.provide(read.inner, read.donor, read.view)
+            self._bytes[lane] += self._reader.read(read.shard, read.offset, read.view, read.need)
+            self._reads[lane] += 1
+        except ReadError as caught:
+            error = ReadError(f"{read.what}: {caught}")
+        except BaseException as caught:  # a lane must settle whatever happens, or a token hangs
+            error = caught
+        self._busy[lane] += time.perf_counter() - start
+        self._settle(read, error)
+
+    def _settle(self, read: Read, error: BaseException | None) -> None:
+        with self._ledger:
+            read.ticket.settle(error)

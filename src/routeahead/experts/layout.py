@@ -1,0 +1,208 @@
+"""Where every expert lies in the file: tensor directory of a GGUF → slices on disk.
+
+Nothing here knows a model by name. A tensor is an expert tensor when llama.cpp's naming says so
+(`blk.L.ffn_<projection>_exps.weight`) and its outermost dimension counts the experts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from routeahead.errors import ModelError
+
+EXPERT_NAME = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight$")
+
+BLOCK = 4096
+"""Bytes. Reads start and end on this boundary: the page size, and a multiple of every disk's."""
+
+
+def floor_block(offset: int) -> int:
+    return offset // BLOCK * BLOCK
+
+
+def ceil_block(offset: int) -> int:
+    return -(-offset // BLOCK) * BLOCK
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of the model. `size` in bytes."""
+
+    path: Path
+    size: int
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as the file's directory lists it.
+
+    Attributes:
+        shape: ggml order, fastest dimension first.
+        shard: index of the file that holds it.
+        offset: bytes from the start of that file.
+        nbytes: length in bytes.
+    """
+
+    name: str
+    quant: str
+    shape: tuple[int, ...]
+    shard: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """One projection of one layer: `n_expert` slices of `expert_bytes` bytes, back to back."""
+
+    name: str
+    layer: int
+    projection: str
+    quant: str
+    n_expert: int
+    shard: int
+    offset: int
+    expert_bytes: int
+
+    def slice_of(self, expert: int) -> tuple[int, int]:
+        """File range [start, end) of one expert, in bytes."""
+        start = self.offset + expert * self.expert_bytes
+        return start, start + self.expert_bytes
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """The model's files, tensors and the metadata that streaming needs."""
+
+    shards: Sequence[Shard]
+    tensors: Sequence[TensorInfo]
+    metadata: dict[str, Any] = field(repr=False)
+
+    @cached_property
+    def experts(self) -> list[ExpertTensor]:
+        """Expert tensors in file order of the layers."""
+        found = (_expert_tensor(tensor) for tensor in self.tensors)
+        return sorted((e for e in found if e), key=lambda e: (e.layer, e.shard, e.offset))
+
+    @cached_property
+    def dense(self) -> list[TensorInfo]:
+        """Everything that is not an expert tensor: loaded once, kept in memory."""
+        names = {expert.name for expert in self.experts}
+        return [tensor for tensor in self.tensors if tensor.name not in names]
+
+    @property
+    def arch(self) -> str:
+        return str(self.metadata.get("general.architecture", "unknown"))
+
+    def value(self, key: str) -> Any:
+        """Metadata `<arch>.<key>`, or None. Per-layer lists come back as their first element."""
+        return self.metadata.get(f"{self.arch}.{key}")
+
+    @property
+    def n_expert(self) -> int:
+        return max((e.n_expert for e in self.experts), default=0)
+
+    @property
+    def n_expert_used(self) -> int:
+        """Top-k: experts that one token routes to in one layer."""
+        return int(self.value("expert_used_count") or 0)
+
+    @property
+    def moe_layers(self) -> list[int]:
+        return sorted({e.layer for e in self.experts})
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(t.nbytes for t in self.dense)
+
+    @property
+    def expert_bytes(self) -> int:
+        """All experts of all layers, in bytes."""
+        return sum(e.n_expert * e.expert_bytes for e in self.experts)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(s.size for s in self.shards)
+
+    def bytes_by_layer(self) -> dict[int, int]:
+        """Bytes of one expert (all its projections), by layer."""
+        sizes: dict[int, int] = {}
+        for expert in self.experts:
+            sizes[expert.layer] = sizes.get(expert.layer, 0) + expert.expert_bytes
+        return sizes
+
+    def token_bytes(self, top_k: int | None = None) -> int:
+        """Expert bytes that one token routes to: the smallest cache that makes sense."""
+        return (top_k or self.n_expert_used) * sum(self.bytes_by_layer().values())
+
+    def layer_bytes(self) -> int:
+        """Bytes of all experts of the largest layer."""
+        sizes: dict[int, int] = {}
+        for expert in self.experts:
+            whole = expert.n_expert * expert.expert_bytes
+            sizes[expert.layer] = sizes.get(expert.layer, 0) + whole
+        return max(sizes.values(), default=0)
+
+
+def _expert_tensor(tensor: TensorInfo) -> ExpertTensor | None:
+    match = EXPERT_NAME.match(tensor.name)
+    if not match or len(tensor.shape) < 3 or tensor.shape[2] < 2:
+        return None
+    n_expert = tensor.shape[2]
+    return ExpertTensor(
+        name=tensor.name,
+        layer=int(match[1]),
+        projection=match[2],
+        quant=tensor.quant,
+        n_expert=n_expert,
+        shard=tensor.shard,
+        offset=tensor.offset,
+        expert_bytes=tensor.nbytes // n_expert,
+    )
+
+
+_SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+
+def shard_paths(path: Path) -> list[Path]:
+    """All files of the set that `path` belongs to, first to last; [path] where it is not split.
+
+    Raises:
+        ModelError: a file of the set is missing.
+    """
+    match = _SPLIT_NAME.match(path.name)
+    if not match:
+        return [path]
+    count = int(match["count"])
+    paths = [
+        path.with_name(f"{match['stem']}-{index:05d}-of-{count:05d}.gguf")
+        for index in range(1, count + 1)
+    ]
+    missing = [p for p in paths if not p.is_file()]
+    if missing:
+        raise ModelError(
+            f"{missing[0]}: shard missing ({len(missing)} of {count} are); "
+            "put all files of the set in one folder"
+        )
+    return paths
+
+
+def check_extent(shards: Sequence[Shard], tensors: Iterable[TensorInfo]) -> None:
+    """Every tensor must lie inside its file.
+
+    Raises:
+        ModelError: a file is shorter than its own directory says.
+    """
+    for tensor in tensors:
+        shard = shards[tensor.shard]
+        end = tensor.offset + tensor.nbytes
+        if end > shard.size:
+            raise ModelError(
+                f"{shard.path}: truncated: {tensor.name} ends at byte {end:,} "
+                f"but the file has {shard.size:,}; download it again"
+            )

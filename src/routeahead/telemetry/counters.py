@@ -1,0 +1,74 @@
+"""What a run counts, and what each figure means.
+
+Times of a decoded token: *wall* is the time inside llama_decode. *stall* is the evaluation thread
+waiting for bytes, whatever it waits for. *management* is its bookkeeping: lookups, evictions,
+issuing reads. *compute* is what is left. *io* is the time that lanes spend in reads; lanes work
+beside compute and beside each other, so it does not add up with the rest. Bytes are physical:
+whole blocks as read from the file.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Totals:
+    """Sums over the tokens of one phase. Seconds and bytes.
+
+    Attributes:
+        tokens: rows evaluated.
+        steps: calls of llama_decode.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    wall_s: float = 0.0
+    stall_s: float = 0.0
+    mgmt_s: float = 0.0
+    io_s: float = 0.0
+    cpu_s: float = 0.0
+    bytes_read: int = 0
+    reads: int = 0
+    hits: int = 0
+    misses: int = 0
+
+    @property
+    def compute_s(self) -> float:
+        return self.wall_s - self.stall_s - self.mgmt_s
+
+    def add(self, other: Totals) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def minus(self, other: Totals) -> Totals:
+        return Totals(**{name: value - getattr(other, name) for name, value in vars(self).items()})
+
+    def per_token(self, name: str) -> float:
+        return float(getattr(self, name)) / self.tokens if self.tokens else 0.0
+
+
+@dataclass
+class Counters:
+    """A model's counters since it was loaded."""
+
+    load_s: float = 0.0
+    prefill: Totals = field(default_factory=Totals)
+    decode: Totals = field(default_factory=Totals)
+
+    def totals(self, phase: str) -> Totals:
+        return self.decode if phase == "decode" else self.prefill
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def cpu_s() -> float:
+    """CPU time of this process, all threads."""
+    return time.process_time()
