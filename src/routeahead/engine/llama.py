@@ -20,14 +20,12 @@ from routeahead.engine.placement import Placement
 from routeahead.engine.stream import Stream
 from routeahead.errors import ModelError, SettingsError, StreamError
 from routeahead.experts.arena import Arena
-from routeahead.experts.layout import ModelLayout
+from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader
 from routeahead.experts.source import ExpertSource, dense_runs, read_dense
 from routeahead.telemetry.counters import Counters, Totals, cpu_s
 
 Phase = Literal["prefill", "decode"]
-MIB = 1 << 20
-
 # Left free by an automatic cache: llama.cpp's compute buffers, Python, the kernel.
 _HEADROOM = 512 * MIB
 
@@ -46,6 +44,7 @@ class Llama(llama_cpp.Llama):
     Attributes:
         settings: the streaming settings, validated.
         layout: where the model's tensors lie.
+        direct_io: whether experts are read past the page cache.
         counters: what has been counted since the load.
         phase: what the next batch is; `generate` declares it, and direct callers of `eval` may.
             The number of rows does not tell: a prompt's last row looks like a decode.
@@ -65,6 +64,7 @@ class Llama(llama_cpp.Llama):
         wrap_reader: Callable[[Reader], Reader] | None = None,
         poison: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        cap_context: bool = False,
         **llama: Any,
     ) -> None:
         """
@@ -73,6 +73,7 @@ class Llama(llama_cpp.Llama):
             wrap_reader: puts another reader between the lanes and the disk (experiments, tests).
             poison: makes access to an expert that was not provided a crash (tests).
             progress: called with (bytes, bytes in all) while the dense weights are read.
+            cap_context: take `n_ctx` as a wish and the model's trained context as its limit.
             llama: passed on to `llama_cpp.Llama`.
 
         Raises:
@@ -91,11 +92,15 @@ class Llama(llama_cpp.Llama):
             **defaults,
         ).validate()
         self.layout = read_layout(model_path)
+        trained = self.layout.value("context_length")
+        if cap_context and trained:
+            llama["n_ctx"] = min(llama["n_ctx"], int(trained))
         self.counters = Counters()
         self.phase: Phase = "prefill"
         self._placement: Placement | None = None
         self._stream: Stream | None = None
         self._hook: GraphHook | None = None
+        self.direct_io = False
         self._closers = contextlib.ExitStack()
         try:
             if not resident:
@@ -151,6 +156,7 @@ class Llama(llama_cpp.Llama):
         reader = FileReader(layout.shards, direct=self.settings.direct_io)
         if reader.fallback:
             warnings.warn(f"reading through the page cache: {reader.fallback}", stacklevel=4)
+        self.direct_io = reader.direct
         self._reader: Reader = wrap_reader(reader) if wrap_reader else reader
 
     def _fall_back(self, error: StreamError) -> None:
@@ -241,7 +247,16 @@ class Llama(llama_cpp.Llama):
     def generate(
         self, tokens: Sequence[int], *args: Any, **kwargs: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        """As `llama_cpp.Llama.generate`; declares the prompt prefill and all that follows decode."""
+        """As `llama_cpp.Llama.generate`; declares the prompt prefill, and decode what follows.
+
+        Raises:
+            SettingsError: the prompt does not fit in the context.
+        """
+        if len(tokens) >= self.n_ctx():
+            raise SettingsError(
+                f"the prompt has {len(tokens)} tokens and the context {self.n_ctx()}: "
+                "shorten the prompt or raise n_ctx (-c)"
+            )
         inner = super().generate(tokens, *args, **kwargs)
         sent: Sequence[int] | None = None
         self.phase = "prefill"

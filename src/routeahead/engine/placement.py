@@ -68,7 +68,7 @@ class Placement:
             _AllocBuffer(self._alloc_buffer),
             _InitTensor(self._init_tensor),
         )
-        self._type = self._copy_cpu_type()
+        self._type: Any = self._copy_cpu_type()
         self._type_word = self._find_type_word()
         self._overrides = (_Override * 2)(
             _Override(_ALL_TENSORS, ctypes.addressof(self._type)), _Override(None, None)
@@ -80,7 +80,7 @@ class Placement:
         self._fault: BaseException | None = None
         self._progress = C.llama_progress_callback(lambda fraction, _: fraction >= 1.0)
 
-    def inject(self, params: C.llama_model_params) -> None:
+    def inject(self, params: Any) -> None:
         """Makes a load with `params` use this placement."""
         params.tensor_buft_overrides = ctypes.addressof(self._overrides)
         # Called before each tensor that is really read: there must be none, so it refuses.
@@ -104,7 +104,7 @@ class Placement:
         base = self._base
         source = base.ggml_backend_cpu_buffer_type()
         words = [_word(source, index).value for index in range(_BUFFER_TYPE_WORDS)]
-        copy = (ctypes.c_void_p * _BUFFER_TYPE_WORDS)(*words)
+        copy: Any = (ctypes.c_void_p * _BUFFER_TYPE_WORDS)(*words)
         copy[_GET_NAME] = ctypes.cast(self._callbacks[0], ctypes.c_void_p).value
         copy[_ALLOC_BUFFER] = ctypes.cast(self._callbacks[1], ctypes.c_void_p).value
         ours = ctypes.addressof(copy)

@@ -17,6 +17,8 @@ from routeahead.errors import ModelError
 
 EXPERT_NAME = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight$")
 
+MIB = 1 << 20
+
 BLOCK = 4096
 """Bytes. Reads start and end on this boundary: the page size, and a multiple of every disk's."""
 

@@ -1,0 +1,58 @@
+"""The `routeahead` command: collects the verbs and turns errors into one line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from routeahead import __version__
+from routeahead.cli import inspect, run
+from routeahead.errors import RouteAheadError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Run Mixture-of-Experts GGUF models larger than memory.",
+)
+app.command()(run.run)
+app.command()(inspect.inspect)
+
+_errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"routeahead {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True),
+) -> None:
+    pass
+
+
+def _show_warning(message: Any, *_: Any, **__: Any) -> None:
+    _errors.print(f"[yellow]routeahead: warning:[/] {message}")
+
+
+def main() -> None:
+    """Entry point. Exit status 1 for what the user can mend, 2 for a wrong command line."""
+    warnings.showwarning = _show_warning
+    try:
+        app()
+    except RouteAheadError as error:
+        _errors.print("[red]routeahead:[/]", end=" ")
+        _errors.print(str(error), markup=False)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A run as JSON (`--report`) and as the lines that `run` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from routeahead.engine.llama import Llama
+from routeahead.experts.layout import MIB
+from routeahead.telemetry.counters import peak_rss_bytes
+
+
+def counters(llm: Llama, first_token_s: float) -> dict[str, float | int]:
+    """Figures of a run; per-token ones over decode only (definitions: `telemetry.counters`)."""
+    decode, prefill = llm.counters.decode, llm.counters.prefill
+    cache = llm.source.cache if llm.source else None
+    return {
+        "bytes_read": prefill.bytes_read + decode.bytes_read,
+        "reads": prefill.reads + decode.reads,
+        "hits": prefill.hits + decode.hits,
+        "misses": prefill.misses + decode.misses,
+        "evictions": cache.evictions if cache else 0,
+        "rereads": cache.rereads if cache else 0,
+        "load_s": llm.counters.load_s,
+        "first_token_s": first_token_s,
+        "s_per_token": decode.per_token("wall_s"),
+        "compute_s_per_token": decode.per_token("compute_s"),
+        "stall_s_per_token": decode.per_token("stall_s"),
+        "io_s_per_token": decode.per_token("io_s"),
+        "mgmt_s_per_token": decode.per_token("mgmt_s"),
+        "cpu_s_per_token": decode.per_token("cpu_s"),
+        "bytes_per_token": decode.per_token("bytes_read"),
+        "decode_hits": decode.hits,
+        "decode_misses": decode.misses,
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+
+
+def model(llm: Llama) -> dict[str, Any]:
+    layout = llm.layout
+    return {
+        "path": str(layout.shards[0].path),
+        "arch": layout.arch,
+        "moe_layers": len(layout.moe_layers),
+        "experts": layout.n_expert,
+        "top_k": layout.n_expert_used,
+        "file_bytes": layout.file_bytes,
+        "dense_bytes": layout.dense_bytes,
+        "expert_bytes": layout.expert_bytes,
+    }
+
+
+def lines(llm: Llama, figures: dict[str, float | int]) -> list[str]:
+    """Three lines: where the time went, what the cache did, what overlap hid."""
+    ms = {name: 1e3 * figures[f"{name}s_per_token"] for name in ("", "compute_", "stall_", "mgmt_")}
+    decode, peak = llm.counters.decode, int(figures["peak_rss_bytes"]) // MIB
+    rate = 1e3 / ms[""] if ms[""] else 0.0
+    head = (
+        f"{decode.tokens} tokens decoded at {ms['']:.1f} ms ({rate:.1f} tok/s): "
+        f"compute {ms['compute_']:.1f}, stall {ms['stall_']:.1f}, management {ms['mgmt_']:.1f}; "
+        f"load {figures['load_s']:.2f} s, first token {figures['first_token_s']:.2f} s, "
+        f"peak {peak} MiB"
+    )
+    source = llm.source
+    if not source:
+        return [f"resident: {head}"]
+    looked_up = decode.hits + decode.misses
+    hit_rate = decode.hits / looked_up if looked_up else 0.0
+    io_ms = 1e3 * decode.per_token("io_s")
+    hidden = max(0.0, io_ms / llm.settings.io_threads - ms["stall_"])
+    return [
+        f"moe-stream: {head}",
+        f"moe-cache: {source.cache.budget // MIB} MiB, {hit_rate:.1%} hits; "
+        f"{decode.per_token('bytes_read') / MIB:.1f} MiB a token in "
+        f"{decode.per_token('reads'):.1f} reads; {figures['evictions']} evictions, "
+        f"{figures['rereads']} re-reads",
+        f"moe-overlap: {'on' if llm.settings.overlap else 'off'}, "
+        f"{llm.settings.io_threads} lanes{'' if llm.direct_io else ' (buffered)'}: "
+        f"{io_ms:.1f} ms of lane time a token, at least {hidden:.1f} ms of it hidden",
+    ]

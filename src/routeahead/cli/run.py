@@ -1,0 +1,187 @@
+"""`routeahead run`: generates text."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import llama_cpp
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from routeahead.cli import options
+from routeahead.cli import report as reports
+from routeahead.engine.llama import Llama, physical_cores
+from routeahead.errors import SettingsError
+from routeahead.models import DEFAULT_MODEL
+
+DEFAULT_CONTEXT = 4096
+
+
+def run(
+    model: options.Model = DEFAULT_MODEL,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue.")] = "",
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="File with the text to continue.")
+    ] = None,
+    n: Annotated[int, typer.Option("-n", min=0, help="Tokens to generate at most.")] = 256,
+    threads: Annotated[
+        int | None,
+        typer.Option("-t", min=1, help="Compute threads.", show_default="physical cores"),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "-c", min=8, help="Context in tokens.", show_default="4096, or the model's if smaller"
+        ),
+    ] = None,
+    temp: Annotated[float, typer.Option(min=0, help="Temperature; 0 decodes greedily.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed for --temp above 0.")] = 0,
+    report: Annotated[Path | None, typer.Option(help="Write the run as JSON to this file.")] = None,
+    cache_mb: options.CacheMb = "auto",
+    io_threads: options.IoThreads = options.IO_THREADS_DEFAULT,
+    overlap: options.Overlap = True,
+    dense: options.Dense = "anon",
+    direct_io: options.DirectIo = True,
+    force_cache: options.ForceCache = False,
+    resident: options.Resident = False,
+) -> None:
+    """Generate text; the text goes to stdout, a summary of the run to stderr."""
+    text = _prompt(prompt, prompt_file)
+    if report:
+        _check_writable(report)
+    settings = options.streaming(
+        resident=resident,
+        cache_mb=cache_mb,
+        io_threads=io_threads,
+        overlap=overlap,
+        dense=dense,
+        direct_io=direct_io,
+        force_cache=force_cache,
+    )
+    llm = load(model, settings, context=context, threads=threads, seed=seed)
+    try:
+        generation = Generation(llm, text, n, temp)
+        try:
+            for piece in generation:
+                print(piece, end="", flush=True)
+            print()
+        except KeyboardInterrupt:
+            print()
+            generation.interrupted = True
+        finally:
+            if report:
+                _write(report, generation.as_dict())
+        for line in reports.lines(llm, generation.figures()):
+            print(line, file=sys.stderr)
+        if generation.interrupted:
+            raise typer.Exit(130)
+    finally:
+        llm.close()
+
+
+def load(
+    model: Path,
+    settings: dict[str, Any],
+    *,
+    context: int | None = None,
+    threads: int | None = None,
+    seed: int = 0,
+) -> Llama:
+    """Loads a model with a progress bar over its dense weights."""
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("dense", total=None)
+        return Llama(
+            model,
+            n_ctx=context or DEFAULT_CONTEXT,
+            cap_context=context is None,
+            n_threads=threads or physical_cores(),
+            seed=seed,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            **settings,
+        )
+
+
+class Generation:
+    """One generation: iterate over its text; the rest is known afterwards.
+
+    Attributes:
+        prompt_tokens, tokens: ids.
+        text: what was generated so far.
+        interrupted: whether it was stopped from outside.
+    """
+
+    def __init__(self, llm: Llama, prompt: str, n: int, temp: float) -> None:
+        self._llm, self._temp = llm, temp
+        self.prompt_tokens = llm.tokenize(prompt.encode(), add_bos=True, special=True)
+        if not self.prompt_tokens:
+            raise SettingsError("the prompt is empty: give one with -p or --prompt-file")
+        self._limit = min(n, llm.n_ctx() - len(self.prompt_tokens))
+        self.tokens: list[int] = []
+        self.text = ""
+        self.interrupted = False
+        self.first_token_s = 0.0
+
+    def __iter__(self) -> Iterator[str]:
+        llm, decoder = self._llm, codecs.getincrementaldecoder("utf-8")("replace")
+        start = time.perf_counter()
+        vocabulary = llama_cpp.llama_model_get_vocab(llm.model)
+        for token in llm.generate(self.prompt_tokens, temp=self._temp):
+            self.first_token_s = self.first_token_s or time.perf_counter() - start
+            if len(self.tokens) >= self._limit or llama_cpp.llama_vocab_is_eog(vocabulary, token):
+                break
+            self.tokens.append(token)
+            piece = decoder.decode(llm.detokenize([token], prev_tokens=self.prompt_tokens))
+            self.text += piece
+            yield piece
+            if len(self.tokens) >= self._limit:
+                break
+
+    def figures(self) -> dict[str, float | int]:
+        return reports.counters(self._llm, self.first_token_s)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "settings": self._llm.settings.as_dict()
+            | {"n_ctx": self._llm.n_ctx(), "threads": self._llm.n_threads, "temp": self._temp},
+            "model": reports.model(self._llm),
+            "prompt_tokens": len(self.prompt_tokens),
+            "tokens": self.tokens,
+            "text": self.text,
+            "interrupted": self.interrupted,
+            "counters": self.figures(),
+        }
+
+
+def _prompt(prompt: str, prompt_file: Path | None) -> str:
+    if prompt and prompt_file:
+        raise SettingsError("give -p or --prompt-file, not both")
+    if prompt_file is None:
+        return prompt
+    try:
+        return prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{prompt_file}: cannot read the prompt: {error}") from None
+
+
+def _check_writable(path: Path) -> None:
+    """A report that cannot be written is refused before the run, not after it."""
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot write the report: {error.strerror}") from None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Written beside and renamed, so that no half of a report is ever found."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
