@@ -318,6 +318,11 @@ class Llama(llama_cpp.Llama):
         """The expert source; None where the model is resident."""
         return self._stream.source if self._stream else None
 
+    @property
+    def stops(self) -> int:
+        """Calls from the graph into Python so far."""
+        return self._hook.calls if self._hook else 0
+
     def close(self) -> None:
         """Frees the context and the model, then stops the lanes."""
         if hasattr(self, "_stack"):

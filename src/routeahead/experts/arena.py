@@ -17,6 +17,7 @@ import ctypes
 import mmap
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -84,21 +85,24 @@ def _is_linux() -> bool:
 class Arena:
     """Address ranges for all shards, and the free pages that wait for their next slice.
 
-    `take`, `give`, `trim` and `reset` belong to the evaluation thread, which owns the free pages.
-    `provide` is called by the lane that owns the read; it touches only the pages handed to it.
+    Free pages are still where their last slice was. `_lock` guards the list of them and every
+    move, so that a slice that comes back either finds its own pages in place or finds them gone:
+    never does one read move pages that another has just filled. The evaluation thread takes it
+    once a layer, to give; a lane once a read, to take and move.
 
     Attributes:
         recycling: whether pages are moved; False where the kernel cannot.
-        unmovable: moves that the kernel refused (pages were committed anew instead). Written by
-            lanes without a lock: a diagnostic, not a total.
+        unmovable: moves that the kernel refused (pages were committed anew instead).
+        free_bytes: bytes of free pages now.
     """
 
     def __init__(self, shards: Sequence[Shard], *, poison: bool = False) -> None:
-        """With `poison`, an expert's pages cannot be accessed before `provide` or after `take`
-        gave them away, so that a missing wait is a crash and not a wrong token (for tests)."""
+        """With `poison`, an expert's pages cannot be accessed before `provide` or after `give`,
+        so that a missing wait is a crash and not a wrong token (for tests)."""
         self._shards = [Reservation(s.size) for s in shards]
         self._poison = poison
-        self._free: dict[int, list[int]] = {}  # bytes → addresses of ranges that long
+        self._lock = threading.Lock()
+        self._free: dict[int, dict[int, None]] = {}  # length → addresses, oldest first
         self._chunks: list[Reservation] = []
         self._bump = self._bump_end = self._populated = 0
         self.free_bytes = 0
@@ -122,34 +126,63 @@ class Arena:
         first, last = ceil_block(start), floor_block(end)
         return Pages(self.address(shard, first), max(0, last - first))
 
-    # --- free pages: the evaluation thread's ---
+    def give(self, slices: Sequence[Pages]) -> None:
+        """Frees the pages of slices that were evicted."""
+        with self._lock:
+            for pages in slices:
+                if not pages.nbytes:
+                    continue
+                if self._poison:
+                    _protect(pages, _NO_ACCESS)
+                if self.recycling:
+                    self._free.setdefault(pages.nbytes, {})[pages.address] = None
+                    self.free_bytes += pages.nbytes
+                else:
+                    _release(pages)
 
-    def give(self, pages: Pages) -> None:
-        """Takes over the pages of a slice that was evicted."""
-        if not pages.nbytes:
-            return
+    def provide(self, inner: Pages, blocks: memoryview) -> None:
+        """Puts committed pages under a slice that is about to be read.
+
+        Args:
+            inner: the pages that belong to the slice alone.
+            blocks: the memory of its whole blocks, shared edges included.
+        """
+        if inner.nbytes and self.recycling:
+            with self._lock:
+                self._take(inner)
         if self._poison:
-            _protect(pages, _NO_ACCESS)
-        if self.recycling:
-            self._free.setdefault(pages.nbytes, []).append(pages.address)
-            self.free_bytes += pages.nbytes
-        else:
-            _release(pages)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(blocks))
+            _protect(Pages(address, len(blocks)), _READ_WRITE)
 
-    def take(self, nbytes: int) -> Pages | None:
-        """Committed pages for a slice that is about to be read: of the same length where there
-        are any, else of another, else from the reserve."""
-        if not nbytes or not self.recycling:
-            return None
-        length = (
-            nbytes if self._free.get(nbytes) else next((n for n, a in self._free.items() if a), 0)
-        )
+    def _take(self, target: Pages) -> None:
+        """Moves free pages to `target`: its own where they are still there, else as many as it
+        needs, else of another length, else new ones."""
+        same = self._free.get(target.nbytes)
+        if same and target.address in same:
+            del same[target.address]
+            self.free_bytes -= target.nbytes
+            return
+        length = target.nbytes if same else next((n for n, a in self._free.items() if a), 0)
         if not length:
-            return self._from_reserve(nbytes)
+            self._move(self._new_pages(target.nbytes), target)
+            return
+        donor = Pages(next(iter(self._free[length])), length)
+        del self._free[length][donor.address]
         self.free_bytes -= length
-        return Pages(self._free[length].pop(), length)
+        self._move(donor, target)
 
-    def _from_reserve(self, nbytes: int) -> Pages:
+    def _move(self, donor: Pages, target: Pages) -> None:
+        length = min(donor.nbytes, target.nbytes)
+        moved = _libc.mremap(
+            donor.address, length, length, _MREMAP_MOVE_KEEPING_SOURCE, target.address
+        )
+        if moved != target.address:  # too many mappings: vm.max_map_count
+            self.unmovable += 1
+            length = 0
+        _release(Pages(donor.address + length, donor.nbytes - length))
+
+    def _new_pages(self, nbytes: int) -> Pages:
+        """Committed pages, cut from huge ones where the kernel has them."""
         if self._bump + nbytes > self._bump_end:
             chunk = Reservation(max(_CHUNK, nbytes), huge=True)
             self._chunks.append(chunk)
@@ -166,10 +199,13 @@ class Arena:
 
     def trim(self, limit: int) -> None:
         """Returns free pages to the kernel until at most `limit` bytes wait."""
-        for length, addresses in self._free.items():
-            while addresses and self.free_bytes > limit:
-                _release(Pages(addresses.pop(), length))
-                self.free_bytes -= length
+        if self.free_bytes <= limit:
+            return
+        with self._lock:
+            for length, addresses in self._free.items():
+                while addresses and self.free_bytes > limit:
+                    _release(Pages(addresses.popitem()[0], length))
+                    self.free_bytes -= length
 
     def reset(self, tensors: Sequence[ExpertTensor]) -> None:
         """Forgets all expert pages, whatever state a fault left. No read may be in flight."""
@@ -188,27 +224,6 @@ class Arena:
         if self._poison:
             for shard in self._shards:
                 _protect(shard.range, _READ_WRITE)
-
-    # --- the lanes' ---
-
-    def provide(self, inner: Pages, donor: Pages | None, blocks: memoryview) -> None:
-        """Puts committed pages under a slice, before it is read."""
-        if donor:
-            self._move(donor, inner)
-        if self._poison:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(blocks))
-            _protect(Pages(address, len(blocks)), _READ_WRITE)
-
-    def _move(self, donor: Pages, target: Pages) -> None:
-        length = min(donor.nbytes, target.nbytes)
-        moved = _libc.mremap(
-            donor.address, length, length, _MREMAP_MOVE_KEEPING_SOURCE, target.address
-        )
-        if moved != target.address:  # too many mappings: vm.max_map_count
-            self.unmovable += 1
-            length = 0
-        if donor.nbytes > length:
-            _release(Pages(donor.address + length, donor.nbytes - length))
 
     # --- the dense weights' ---
 

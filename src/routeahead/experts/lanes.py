@@ -72,7 +72,6 @@ class Read:
         view: the whole blocks in the arena that hold the slice.
         need: bytes of `view` that must arrive (the file's last block may be shorter).
         inner: pages that belong to this slice alone.
-        donor: committed pages to move to `inner` first, or None.
         what: names the slice in an error.
     """
 
@@ -81,7 +80,6 @@ class Read:
     view: memoryview
     need: int
     inner: Pages
-    donor: Pages | None
     what: str
     ticket: Ticket
 
@@ -151,7 +149,7 @@ class Lanes:
         error: BaseException | None = None
         start = time.perf_counter()
         try:
-            self._arena.provide(read.inner, read.donor, read.view)
+            self._arena.provide(read.inner, read.view)
             self._bytes[lane] += self._reader.read(read.shard, read.offset, read.view, read.need)
             self._reads[lane] += 1
         except ReadError as caught:

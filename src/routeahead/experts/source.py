@@ -75,10 +75,17 @@ class ExpertSource:
 
         Returns what to wait for before computing with them, or None where all are resident.
         """
+        # Nothing is in flight here, so every page is either an entry's or free.
+        self._arena.trim(max(0, self.cache.budget + self._layer_bytes - self.cache.used))
         outcome = self.cache.lookup(layer, experts)
-        for victim_layer, expert in outcome.victims:
-            for tensor in self._by_layer[victim_layer]:
-                self._arena.give(self._arena.inner(tensor.shard, *tensor.slice_of(expert)))
+        if outcome.victims:
+            self._arena.give(
+                [
+                    self._arena.inner(tensor.shard, *tensor.slice_of(expert))
+                    for victim_layer, expert in outcome.victims
+                    for tensor in self._by_layer[victim_layer]
+                ]
+            )
         if not outcome.misses:
             self._load = None
             return None
@@ -88,21 +95,18 @@ class ExpertSource:
         for tensor in self._by_layer[layer]:
             ticket = load.tickets[tensor.projection] = Ticket(len(outcome.misses))
             reads += [self._read(tensor, expert, ticket) for expert in outcome.misses]
-        self._arena.trim(max(0, self.cache.budget + self._layer_bytes - self.cache.used))
         self.lanes.submit(reads)
         return load
 
     def _read(self, tensor: ExpertTensor, expert: int, ticket: Ticket) -> Read:
         start, end = tensor.slice_of(expert)
         offset, view = self._arena.blocks(tensor.shard, start, end)
-        inner = self._arena.inner(tensor.shard, start, end)
         return Read(
             shard=tensor.shard,
             offset=offset,
             view=view,
             need=end - offset,
-            inner=inner,
-            donor=self._arena.take(inner.nbytes),
+            inner=self._arena.inner(tensor.shard, start, end),
             what=f"layer {tensor.layer} expert {expert} ({tensor.projection})",
             ticket=ticket,
         )

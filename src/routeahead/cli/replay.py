@@ -1,0 +1,143 @@
+"""`routeahead replay`: what a cache would do, from a recorded routing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from routeahead.errors import SettingsError
+from routeahead.evaluation.policies import Policy
+from routeahead.evaluation.replay import Machine, simulate
+from routeahead.evaluation.replay import replay as replay_trace
+from routeahead.experts.layout import MIB
+from routeahead.telemetry.route_trace import read_trace
+
+
+def _machine_option(text: str, *names: str, default: str | bool = False) -> Any:
+    """An option that describes the machine; `default` is what help shows (False: nothing)."""
+    panel = "Time of a token"
+    return typer.Option(*names, help=text, show_default=default, rich_help_panel=panel)
+
+
+Bandwidth = Annotated[float | None, _machine_option("MiB/s from disk, all lanes together.")]
+ComputeMs = Annotated[
+    float | None, _machine_option("Time that one layer computes when it waits for nothing.")
+]
+LatencyMs = Annotated[
+    float | None,
+    _machine_option("Time before a read's bytes flow.", default=f"{Machine.latency_s * 1e3:g}"),
+]
+LaneCount = Annotated[
+    int | None, _machine_option("Reads in flight at most.", default=str(Machine.lanes))
+]
+RouteAhead = Annotated[
+    int | None,
+    _machine_option(
+        "MoE layers by which the routing is known ahead.", default=str(Machine.route_ahead)
+    ),
+]
+Overlap = Annotated[
+    bool | None,
+    _machine_option(
+        "Read later projections while earlier ones compute.",
+        "--overlap/--no-overlap",
+        default="overlap" if Machine.overlap else "no-overlap",
+    ),
+]
+
+
+def replay(
+    trace: Annotated[
+        Path, typer.Argument(help="A recorded routing, .csv or .parquet.", show_default=False)
+    ],
+    cache_mb: Annotated[int, typer.Option(min=0, help="Expert cache in MiB.", show_default=False)],
+    policy: Annotated[Policy, typer.Option(help="Which experts are evicted.")] = Policy.LRU,
+    bandwidth: Bandwidth = None,
+    compute_ms: ComputeMs = None,
+    latency_ms: LatencyMs = None,
+    lanes: LaneCount = None,
+    route_ahead: RouteAhead = None,
+    overlap: Overlap = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Replay a recorded routing through a cache: hits, evictions and what a token reads.
+
+    With --bandwidth and --compute-ms also how long a token takes on a machine like that.
+    """
+    machine = _machine(
+        bandwidth=_scaled(bandwidth, MIB),
+        compute_s=_scaled(compute_ms, 1e-3),
+        latency_s=_scaled(latency_ms, 1e-3),
+        lanes=lanes,
+        route_ahead=route_ahead,
+        overlap=overlap,
+    )
+    recorded = read_trace(trace)
+    result = replay_trace(recorded, cache_mb * MIB, policy)
+    report: dict[str, Any] = {
+        "policy": policy.value,
+        "cache_mb": cache_mb,
+        "tokens": result.tokens,
+        "decode_hit_rate": result.hit_rate,
+        "hits": result.hits,
+        "misses": result.misses,
+        "evictions": result.evictions,
+        "bytes_read": result.bytes_read,
+        "mib_per_token": result.bytes_per_token / MIB,
+    }
+    if machine:
+        times = simulate(recorded, result.misses_by_batch, machine)
+        report |= {
+            "machine": asdict(machine),
+            "s_per_token": times.token_s,
+            "compute_s_per_token": times.compute_s,
+            "stall_s_per_token": times.stall_s,
+            "io_s_per_token": times.io_s,
+        }
+    if as_json:
+        print(json.dumps(report))
+    else:
+        Console(soft_wrap=True).print(_table(report))
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _machine(**options: Any) -> Machine | None:
+    """The machine to model, or None where no option speaks of one."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if not given:
+        return None
+    if not {"bandwidth", "compute_s"} <= given.keys():
+        raise SettingsError("the time of a token needs both --bandwidth and --compute-ms")
+    return Machine(**given).validate()
+
+
+def _table(report: dict[str, Any]) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("cache", f"{report['cache_mb']:,} MiB, {report['policy']}")
+    table.add_row("decoded tokens", f"{report['tokens']:,}")
+    table.add_row("hit rate", f"{report['decode_hit_rate']:.1%}")
+    table.add_row("hits, misses", f"{report['hits']:,}, {report['misses']:,}")
+    table.add_row("evictions", f"{report['evictions']:,}")
+    table.add_row("read", f"{report['bytes_read'] / MIB:,.1f} MiB")
+    table.add_row("  a token", f"{report['mib_per_token']:,.1f} MiB")
+    if "machine" in report:
+        table.add_row("a token takes", _ms(report["s_per_token"]))
+        table.add_row("  compute", _ms(report["compute_s_per_token"]))
+        table.add_row("  stall", _ms(report["stall_s_per_token"]))
+        table.add_row("lane time", f"{_ms(report['io_s_per_token'])} a token")
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"

@@ -1,0 +1,52 @@
+"""Readers that sit between a lane and the disk and make its life hard."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+from routeahead.errors import ReadError
+from routeahead.experts.reader import Reader
+
+
+class Delayed:
+    """Delays each read by a random time, so that reads finish in another order."""
+
+    def __init__(self, inner: Reader, *, seed: int = 0, longest_s: float = 0.002) -> None:
+        self._inner, self._longest_s = inner, longest_s
+        self._random, self._lock = random.Random(seed), threading.Lock()
+
+    def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
+        with self._lock:
+            delay = self._random.uniform(0, self._longest_s)
+        time.sleep(delay)
+        return self._inner.read(shard, offset, view, need)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class Failing:
+    """Runs `fault` instead of the read whenever `when(number of the read)` says so."""
+
+    def __init__(
+        self, inner: Reader, when: Callable[[int], bool], fault: Callable[[], int]
+    ) -> None:
+        self._inner, self._when, self._fault = inner, when, fault
+        self._count, self._lock = 0, threading.Lock()
+        self.armed = False
+
+    def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
+        with self._lock:
+            self._count += self.armed
+            fails = self.armed and self._when(self._count)
+        return self._fault() if fails else self._inner.read(shard, offset, view, need)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def disk_error() -> int:
+    raise ReadError("model.gguf: reading 4096 bytes at offset 8192 failed: Input/output error")
