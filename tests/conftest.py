@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import models
 import numpy as np
 import numpy.typing as npt
 import pytest
-
-import models
 from reference import Logits, Resident
+
 from routeahead import Llama
 
 CONTEXT = 256

@@ -135,8 +135,12 @@ def test_saved_state_grammar_and_logprobs(load: Load) -> None:
         llm.load_state(state)
         guided = llm.create_completion("xyz", max_tokens=6, temperature=0, grammar=grammar)
         outcomes.append(
-            (first["choices"][0]["text"], first["choices"][0]["logprobs"]["token_logprobs"])
-            + (guided["choices"][0]["text"], state.n_tokens)
+            (
+                first["choices"][0]["text"],
+                first["choices"][0]["logprobs"]["token_logprobs"],
+                guided["choices"][0]["text"],
+                state.n_tokens,
+            )
         )
     assert outcomes[0] == outcomes[1]
     assert set(outcomes[0][2]) <= {"a", "b"}

@@ -81,6 +81,7 @@ class Llama(llama_cpp.Llama):
             SettingsError: settings contradict each other or the cache is too small.
         """
         started = time.perf_counter()
+        self._closers = contextlib.ExitStack()  # first: `close` runs whatever fails after it
         defaults = {} if io_threads is None else {"io_threads": io_threads}
         self.settings = Settings(
             resident=resident,
@@ -101,7 +102,6 @@ class Llama(llama_cpp.Llama):
         self._stream: Stream | None = None
         self._hook: GraphHook | None = None
         self.direct_io = False
-        self._closers = contextlib.ExitStack()
         try:
             if not resident:
                 self._prepare_stream(wrap_reader, poison)

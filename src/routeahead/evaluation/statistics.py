@@ -1,0 +1,114 @@
+"""What a benchmark may conclude from a few noisy runs. Pure: numbers in, numbers out.
+
+Two cells are compared pair by pair: a pair is one run of each in the same pass, minutes apart at
+most, so that what drifts on the machine (temperature, other users) hits both alike and leaves
+their ratio.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+CONFIDENCE = 0.99
+LEAST_PAIRS = 10
+# A difference below this is not worth a claim, however certain it is: recompiling the same code
+# or moving it in memory changes as much.
+LEAST_EFFECT = 1.02
+
+Verdict = Literal["win", "loss", "no difference shown"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of one figure over its runs."""
+
+    median: float
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A cell's figure as a multiple of the baseline's, over pairs.
+
+    Attributes:
+        pairs: how many.
+        median: of the pairs' ratios.
+        low, high: ends of the 99 % interval of the median ratio; None where there are too few
+            pairs to give one.
+    """
+
+    pairs: int
+    median: float
+    low: float | None
+    high: float | None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether a ratio of figures of which more is better is a win, a loss or neither.
+
+        Both need LEAST_PAIRS pairs, an interval that leaves out 1, and more than 2 %.
+        """
+        if self.pairs < LEAST_PAIRS or self.low is None or self.high is None:
+            return "no difference shown"
+        if self.low > 1 and self.median > LEAST_EFFECT:
+            return "win"
+        if self.high < 1 and self.median < 1 / LEAST_EFFECT:
+            return "loss"
+        return "no difference shown"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles (linear interpolation between order statistics, NumPy's default).
+
+    Raises:
+        ValueError: no values.
+    """
+    if not values:
+        raise ValueError("no values to take the median of")
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, lower, upper)
+
+
+def paired_ratio(values: Sequence[float], baseline: Sequence[float]) -> Ratio:
+    """Median of values[i] / baseline[i], and its 99 % interval.
+
+    The interval lies between two order statistics of the ratios: the sign test turned inside out.
+    It is exact for any distribution, and a few wild pairs, which a machine with other users
+    produces, do not move it; a t interval on logarithms is narrower where noise is normal, and one
+    wild pair in ten blows it up. Source: W. R. Thompson, "On confidence ranges for the median and
+    other expectation distributions", Annals of Mathematical Statistics 7 (1936); David and
+    Nagaraja, "Order Statistics", 3rd ed., section 7.1.
+
+    Raises:
+        ValueError: not the same number of both, none, or one that is not positive.
+    """
+    if not values or min(*values, *baseline) <= 0:
+        raise ValueError("a ratio needs positive figures")
+    # Logarithms, so that a / b and b / a are reciprocals also where two middle pairs are averaged.
+    logs = sorted(math.log(v / b) for v, b in zip(values, baseline, strict=True))
+    median = math.exp(statistics.median(logs))
+    outside = ends_left_out(len(logs))
+    if outside is None:
+        return Ratio(len(logs), median, None, None)
+    return Ratio(len(logs), median, math.exp(logs[outside]), math.exp(logs[-1 - outside]))
+
+
+def ends_left_out(count: int) -> int | None:
+    """How many of `count` sorted values lie outside the median's 99 % interval at either end.
+
+    Each value falls below the true median with probability 1/2, so fewer than k + 1 of them do so
+    with the binomial tail's probability. None where even all values together cover less.
+    """
+    tail, allowed = 0, (1 - CONFIDENCE) / 2 * 2**count
+    for outside in range(count):
+        tail += math.comb(count, outside)
+        if tail > allowed:
+            return outside - 1 if outside else None
+    return None
