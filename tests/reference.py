@@ -32,7 +32,7 @@ class Resident:
         self.n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(self._model))
 
     def evaluate(self, batches: Sequence[Sequence[int]]) -> Logits:
-        """Logits (batches, vocabulary) after the last token of each batch, from an empty context."""
+        """Logits (batches, vocabulary) after each batch's last token, from an empty context."""
         C.llama_memory_clear(self._memory, True)
         rows = []
         for tokens in batches:

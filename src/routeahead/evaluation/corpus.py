@@ -96,10 +96,15 @@ class Vocabulary:
         """A prompt gets the model's special tokens, and those spelt out in it are special; in a
         text they are characters like others."""
         data = text.encode()
-        room = len(data) + 2  # a token a byte at most, and one at each end
-        out = (llama_cpp.llama_token * room)()
-        count = llama_cpp.llama_tokenize(self._vocab, data, len(data), out, room, prompt, prompt)
-        return list(out[:count])
+        room = len(data) + 2  # most often enough: a token a byte, and one at each end
+        while True:
+            out = (llama_cpp.llama_token * room)()
+            count = llama_cpp.llama_tokenize(
+                self._vocab, data, len(data), out, room, prompt, prompt
+            )
+            if count >= 0:
+                return list(out[:count])
+            room = -count
 
     def text(self, tokens: Sequence[int]) -> str:
         """What `tokens` say, less a last character that is not complete yet."""

@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 CONFIDENCE = 0.99
@@ -106,9 +107,6 @@ def ends_left_out(count: int) -> int | None:
     Each value falls below the true median with probability 1/2, so fewer than k + 1 of them do so
     with the binomial tail's probability. None where even all values together cover less.
     """
-    tail, allowed = 0, (1 - CONFIDENCE) / 2 * 2**count
-    for outside in range(count):
-        tail += math.comb(count, outside)
-        if tail > allowed:
-            return outside - 1 if outside else None
-    return None
+    allowed = (1 - CONFIDENCE) / 2 * 2**count
+    tails = accumulate(math.comb(count, below) for below in range(count))
+    return sum(tail <= allowed for tail in tails) - 1 if allowed >= 1 else None

@@ -1,0 +1,154 @@
+"""The folder of an evaluation: finished pieces and the baseline's logits, so that it can resume.
+
+    plan.json                  what is evaluated: another plan is refused
+    baseline/NAME.json         a finished piece of the baseline
+    baseline/NAME.npy          its logits, float32 [tokens, vocabulary], until no setting needs them
+    settings/SETTING/flags.json, NAME.json
+
+Files are written beside their place and renamed, so a file that is there is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from routeahead.errors import SettingsError
+from routeahead.evaluation.quality import Logits
+
+BASELINE = "baseline"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Raises:
+    SettingsError: the file cannot be written.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot write it: {error.strerror}") from None
+
+
+class WorkFolder:
+    """Finished pieces by the name of their setting (`BASELINE` for the baseline's)."""
+
+    def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
+        """Opens `folder`, or begins it; `plan` must be what it was begun with.
+
+        Raises:
+            SettingsError: the folder cannot be used, or was begun with another plan.
+        """
+        self._folder = folder
+        self._make(folder)
+        self._make(self._of(BASELINE))
+        changed = self._differences(folder / "plan.json", plan)
+        if changed:
+            raise SettingsError(
+                f"{folder}: begun with another {', '.join(changed)}: "
+                "give the same arguments, or another --work"
+            )
+
+    def open_setting(self, name: str, kwargs: dict[str, Any]) -> None:
+        """Makes room for a setting; it must have the flags that it was begun with.
+
+        Raises:
+            SettingsError: the folder holds pieces of this name with other flags.
+        """
+        self._make(self._of(name))
+        changed = self._differences(self._of(name) / "flags.json", kwargs)
+        if changed:
+            raise SettingsError(
+                f"setting {name}: begun in {self._folder} with other flags ({', '.join(changed)}): "
+                "give it another name, or another --work"
+            )
+
+    def has(self, setting: str, piece: str) -> bool:
+        return (self._of(setting) / f"{piece}.json").exists()
+
+    def save(self, setting: str, piece: str, result: dict[str, Any]) -> None:
+        write_json(self._of(setting) / f"{piece}.json", result)
+
+    def read(self, setting: str, piece: str) -> dict[str, Any]:
+        """Raises:
+        SettingsError: the piece is missing or was damaged.
+        """
+        result = _read_json(self._of(setting) / f"{piece}.json")
+        if not isinstance(result, dict):
+            raise SettingsError(f"{self._of(setting)}: {piece}.json is damaged: delete it")
+        return result
+
+    def has_logits(self, piece: str) -> bool:
+        return self._logits(piece).exists()
+
+    @contextlib.contextmanager
+    def new_logits(self, piece: str, tokens: int, vocabulary: int) -> Iterator[Logits]:
+        """A float32 array [tokens, vocabulary] to fill; kept if the block ends without an error."""
+        path = self._logits(piece)
+        temporary = path.with_name(path.name + ".tmp")
+        shape = (tokens, vocabulary)
+        rows = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float32, shape=shape)
+        yield rows
+        rows.flush()
+        temporary.replace(path)
+
+    def logits(self, piece: str) -> Logits:
+        """The baseline's logits of a piece, mapped: read as they are used."""
+        rows: Logits = np.load(self._logits(piece), mmap_mode="r")
+        return rows
+
+    def drop_logits(self, piece: str) -> None:
+        self._logits(piece).unlink(missing_ok=True)
+
+    def check_room(self, needed: int) -> None:
+        """Raises:
+        SettingsError: the disk has less than `needed` bytes left.
+        """
+        free = shutil.disk_usage(self._folder).free
+        if needed > free:
+            raise SettingsError(
+                f"{self._folder}: the baseline's logits take {needed >> 20} MiB and {free >> 20} "
+                "are free: give fewer --max-tokens, or a --work on another disk"
+            )
+
+    def _of(self, setting: str) -> Path:
+        return self._folder / BASELINE if setting == BASELINE else self._folder / "settings" / setting
+
+    def _logits(self, piece: str) -> Path:
+        return self._of(BASELINE) / f"{piece}.npy"
+
+    @staticmethod
+    def _make(folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"{folder}: cannot make this folder: {error.strerror}") from None
+
+    @staticmethod
+    def _differences(path: Path, content: dict[str, Any]) -> list[str]:
+        """Keys in which the JSON file at `path` differs; it is written where it is absent."""
+        now = json.loads(json.dumps(content, default=str))
+        if not path.exists():
+            write_json(path, now)
+            return []
+        before = _read_json(path)
+        if not isinstance(before, dict):
+            raise SettingsError(f"{path}: not written by this command: give another --work")
+        keys = dict.fromkeys([*before, *now])
+        return [key for key in keys if before.get(key) != now.get(key)]
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot read it: {error.strerror}") from None
+    except ValueError:
+        raise SettingsError(f"{path}: damaged: delete it, and the rest continues") from None
