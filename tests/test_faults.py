@@ -16,7 +16,8 @@ import pytest
 from conftest import PROMPTS, Library, evaluate
 from readers import Failing, disk_error
 
-import routeahead.engine.llama as engine
+import routeahead.engine.llama as llama_module
+import routeahead.engine.streamed_model as engine
 from routeahead import Llama, ModelError, ReadError, SettingsError, StreamError
 from routeahead.engine import ggml, graph_filter
 from routeahead.engine.graph_hook import GraphHook
@@ -75,9 +76,7 @@ def test_disk_error(load: Load, library: Library, overlap: bool, number: int) ->
 
 def test_short_read_names_file_offset_and_expert(load: Load, tmp_path: Path) -> None:
     llm = load(NAME, cache_mb=0)
-    source = llm.source
-    assert source
-    reader = source._reader
+    reader = llm.streamed._reader
     assert isinstance(reader, FileReader)
     llm.eval(PROMPTS[0][0])
     cut = tmp_path / "cut.gguf"
@@ -107,7 +106,7 @@ def test_exception_at_every_stop(
     llm = load(NAME, cache_mb=0, poison=True)
     prompt, *tokens = PROMPTS[0]
     llm.eval(prompt)
-    stream, calls = llm._stream, 0
+    stream, calls = llm.streamed.stream, 0
     original = getattr(stream, stop)
 
     def faulty(*arguments: object) -> object:
@@ -145,10 +144,10 @@ def test_callback_cut_short_is_noticed(
     llm = load(NAME, cache_mb=0)
     prompt, *tokens = PROMPTS[0]
     llm.eval(prompt)
-    llm._hook.armed = True
+    llm.streamed.hook.armed = True
     with pytest.raises(KeyboardInterrupt):
         llm.eval(tokens[0])
-    llm._hook.armed = False
+    llm.streamed.hook.armed = False
     assert_recovers(llm, library)
     assert dropped == [Fault]
 
@@ -156,18 +155,17 @@ def test_callback_cut_short_is_noticed(
 def test_interrupt_in_the_middle_of_a_token(load: Load, library: Library) -> None:
     """A real SIGINT that arrives while the evaluation thread waits for a lane."""
     llm = load(NAME, cache_mb=0)
-    source = llm.source
-    assert source
+    reader = llm.streamed._reader
     llm.eval(PROMPTS[0][0])
-    read, main = source._reader.read, threading.main_thread().ident
+    read, main = reader.read, threading.main_thread().ident
 
     def interrupted(shard: int, offset: int, view: memoryview, need: int) -> int:
-        source._reader.read = read  # type: ignore[method-assign]
+        reader.read = read  # type: ignore[method-assign]
         signal.pthread_kill(main or 0, signal.SIGINT)
         time.sleep(0.05)
         return read(shard, offset, view, need)
 
-    source._reader.read = interrupted  # type: ignore[method-assign]
+    reader.read = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         llm.eval(PROMPTS[0][1])
     assert_recovers(llm, library)
@@ -178,14 +176,14 @@ def test_graph_without_announced_experts_is_refused(
 ) -> None:
     """An architecture whose products use ids that no top-k announced must not run."""
     llm = load(NAME, cache_mb=0)
-    routed = llm._hook._topk
+    routed = llm.streamed.hook._topk
 
     def forget(address: int) -> int:
         answer = routed(address)
-        llm._hook._state[graph_filter.ROUTED] = 0
+        llm.streamed.hook._state[graph_filter.ROUTED] = 0
         return answer
 
-    monkeypatch.setattr(llm._hook, "_topk", forget)
+    monkeypatch.setattr(llm.streamed.hook, "_topk", forget)
     with pytest.raises(StreamError, match="cannot be streamed"):
         llm.eval(PROMPTS[0][0])
 
@@ -232,7 +230,7 @@ def test_struct_layout_that_moved(
     assert llm.settings.resident and llm.source is None
     assert_recovers(llm, library)
 
-    monkeypatch.setattr(engine, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(llama_module, "available_bytes", lambda: 1000)
     with pytest.raises(StreamError, match="do not fit in the 0 MiB that are free"):
         load(NAME, cache_mb=0)
     monkeypatch.undo()
@@ -256,7 +254,7 @@ def test_moves_that_the_kernel_refuses(
     monkeypatch.setattr(arena._libc, "mremap", lambda *_: -1, raising=False)
     for batches, expected in zip(PROMPTS, library.resident("mixtral"), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
-    assert llm._arena.unmovable > 0
+    assert llm.streamed.arena.unmovable > 0
 
 
 # --- settings ---

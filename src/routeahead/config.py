@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from routeahead.errors import SettingsError
@@ -27,6 +27,9 @@ class Settings:
         overlap: let reads of later projections run while earlier ones compute.
         dense: "anon" reads the dense weights once into private memory; "mmap" maps them lazily.
         direct_io: read experts with O_DIRECT (falls back to buffered reads where that is refused).
+        n_expert_used: experts a token routes to in each layer, instead of the model's (lossy).
+        throttle: MiB/s that all lanes get together, to stand for a slower disk; 0 is unthrottled.
+        throttle_latency_ms: delay of each read, with `throttle`.
     """
 
     resident: bool = False
@@ -36,6 +39,17 @@ class Settings:
     overlap: bool = True
     dense: DenseMode = "anon"
     direct_io: bool = True
+    n_expert_used: int | None = None
+    throttle: float = 0.0
+    throttle_latency_ms: float = 0.0
+
+    @classmethod
+    def split(cls, arguments: dict[str, Any]) -> tuple[Settings, dict[str, Any]]:
+        """Separates keyword arguments into validated settings and what is left."""
+        names = {f.name for f in fields(cls)}
+        ours = {k: v for k, v in arguments.items() if k in names}
+        rest = {k: v for k, v in arguments.items() if k not in names}
+        return cls(**ours).validate(), rest
 
     def validate(self) -> Settings:
         """Returns self.
@@ -49,6 +63,12 @@ class Settings:
             raise SettingsError(f"io_threads is {self.io_threads}: give 1 to 64")
         if self.dense not in ("anon", "mmap"):
             raise SettingsError(f"dense is {self.dense!r}: give 'anon' or 'mmap'")
+        if self.n_expert_used is not None and self.n_expert_used < 1:
+            raise SettingsError(f"n_expert_used is {self.n_expert_used}: give at least 1")
+        if self.throttle < 0 or self.throttle_latency_ms < 0:
+            raise SettingsError("throttle and throttle_latency_ms cannot be negative")
+        if self.throttle_latency_ms and not self.throttle:
+            raise SettingsError("throttle_latency_ms needs throttle (MiB/s) beside it")
         if self.resident:
             self._refuse_streaming_settings()
         if self.force_cache and self.cache_mb in ("auto", 0):
@@ -60,7 +80,7 @@ class Settings:
     def _refuse_streaming_settings(self) -> None:
         plain = Settings(resident=True)
         for name, value in asdict(self).items():
-            if value != getattr(plain, name):
+            if name != "n_expert_used" and value != getattr(plain, name):
                 raise SettingsError(
                     f"resident streams nothing, so {name}={value!r} means nothing: drop one of them"
                 )

@@ -23,6 +23,7 @@ from queue import SimpleQueue
 
 from routeahead.errors import ReadError
 from routeahead.experts.arena import Arena, Pages
+from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.reader import Reader
 
 
@@ -72,7 +73,7 @@ class Read:
         view: the whole blocks in the arena that hold the slice.
         need: bytes of `view` that must arrive (the file's last block may be shorter).
         inner: pages that belong to this slice alone.
-        what: names the slice in an error.
+        tensor, expert: whose slice it is.
     """
 
     shard: int
@@ -80,8 +81,13 @@ class Read:
     view: memoryview
     need: int
     inner: Pages
-    what: str
+    tensor: ExpertTensor
+    expert: int
     ticket: Ticket
+
+    def __str__(self) -> str:
+        tensor = self.tensor
+        return f"layer {tensor.layer} expert {self.expert} ({tensor.projection})"
 
 
 class Lanes:
@@ -128,7 +134,7 @@ class Lanes:
                 read = self._queue.popleft()
             except IndexError:
                 return
-            self._settle(read, ReadError(f"{read.what}: cancelled"))
+            self._settle(read, ReadError(f"{read}: cancelled"))
 
     def close(self) -> None:
         for _ in self._threads:
@@ -153,7 +159,7 @@ class Lanes:
             self._bytes[lane] += self._reader.read(read.shard, read.offset, read.view, read.need)
             self._reads[lane] += 1
         except ReadError as caught:
-            error = ReadError(f"{read.what}: {caught}")
+            error = ReadError(f"{read}: {caught}")
         except BaseException as caught:  # a lane must settle whatever happens, or a token hangs
             error = caught
         self._busy[lane] += time.perf_counter() - start

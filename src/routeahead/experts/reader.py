@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -85,6 +87,31 @@ class FileReader:
     def close(self) -> None:
         _close_all(self._descriptors)
         self._descriptors = []
+
+
+class Throttled:
+    """A slower disk: all lanes together get `bytes_per_s`, and each read starts `latency_s` late.
+
+    Stands for a phone's flash or a laptop's disk. The real read comes first; what is left of the
+    time that the slower disk would have taken is slept.
+    """
+
+    def __init__(self, inner: Reader, *, bytes_per_s: float, latency_s: float) -> None:
+        self._inner, self._bytes_per_s, self._latency_s = inner, bytes_per_s, latency_s
+        self._lock = threading.Lock()
+        self._idle_from = 0.0  # when the slower disk has sent all that was asked of it so far
+
+    def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
+        asked = time.perf_counter()
+        with self._lock:
+            begin = max(asked + self._latency_s, self._idle_from)
+            self._idle_from = end = begin + len(view) / self._bytes_per_s
+        got = self._inner.read(shard, offset, view, need)
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return got
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 def _direct_fault(shard: Shard, direct: int, buffered: int) -> str:

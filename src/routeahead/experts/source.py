@@ -58,7 +58,7 @@ class ExpertSource:
         self._by_layer: dict[int, list[ExpertTensor]] = {}
         for tensor in self._tensors:
             self._by_layer.setdefault(tensor.layer, []).append(tensor)
-        self._arena, self._reader = arena, reader
+        self._arena = arena
         self._layer_bytes = layout.layer_bytes()
         self.cache = ExpertCache(0, layout.bytes_by_layer())
         self.lanes = Lanes(lanes, reader, arena)
@@ -107,7 +107,8 @@ class ExpertSource:
             view=view,
             need=end - offset,
             inner=self._arena.inner(tensor.shard, start, end),
-            what=f"layer {tensor.layer} expert {expert} ({tensor.projection})",
+            tensor=tensor,
+            expert=expert,
             ticket=ticket,
         )
 
@@ -147,7 +148,6 @@ class ExpertSource:
     def close(self) -> None:
         self.lanes.cancel()
         self.lanes.close()
-        self._reader.close()
 
 
 def read_dense(

@@ -13,6 +13,9 @@ import resource
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import Literal
+
+Phase = Literal["prefill", "decode"]
 
 
 @dataclass
@@ -59,7 +62,7 @@ class Counters:
     prefill: Totals = field(default_factory=Totals)
     decode: Totals = field(default_factory=Totals)
 
-    def totals(self, phase: str) -> Totals:
+    def totals(self, phase: Phase) -> Totals:
         return self.decode if phase == "decode" else self.prefill
 
 

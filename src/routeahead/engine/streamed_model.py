@@ -1,0 +1,136 @@
+"""Everything that a streamed model has and a resident one has not, and how it comes to be."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import llama_cpp
+
+from routeahead.config import Settings
+from routeahead.engine.graph_hook import GraphHook
+from routeahead.engine.memory import available_bytes
+from routeahead.engine.placement import Placement
+from routeahead.engine.stream import Stream
+from routeahead.errors import ModelError, SettingsError
+from routeahead.experts.arena import Arena
+from routeahead.experts.layout import MIB, ModelLayout
+from routeahead.experts.reader import FileReader, Reader, Throttled
+from routeahead.experts.source import ExpertSource, dense_runs, read_dense
+
+Progress = Callable[[int, int], None]
+WrapReader = Callable[[Reader], Reader]
+
+# Left free by an automatic cache: llama.cpp's compute buffers, Python, the kernel.
+_HEADROOM = 512 * MIB
+
+
+class StreamedModel:
+    """Arena, placement, reader, hook, source and stream of one model.
+
+    Made before llama.cpp loads the model, injected into its parameters, started after the load.
+    Keep it alive until the model is freed.
+
+    Raises:
+        ModelError: there is nothing to stream.
+        StreamError: the installed library's structs are not laid out as expected.
+    """
+
+    stream: Stream
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        settings: Settings,
+        *,
+        wrap_reader: WrapReader | None = None,
+        poison: bool = False,
+    ) -> None:
+        if not layout.experts:
+            raise ModelError(
+                f"{layout.shards[0].path}: has no experts ({layout.arch}), so there is nothing to "
+                "stream; --resident runs it"
+            )
+        self.layout, self._settings = layout, settings
+        self.arena = Arena(layout.shards, poison=poison)
+        places = {t.name: self.arena.address(t.shard, t.offset) for t in layout.tensors}
+        self._placement = Placement(places.__getitem__)
+        self.hook = GraphHook()
+        file_reader = FileReader(layout.shards, direct=settings.direct_io)
+        if file_reader.fallback:
+            warnings.warn(f"reading through the page cache: {file_reader.fallback}", stacklevel=4)
+        self.direct_io = file_reader.direct
+        reader: Reader = file_reader
+        if settings.throttle:
+            rate, latency = settings.throttle * MIB, settings.throttle_latency_ms / 1e3
+            reader = Throttled(reader, bytes_per_s=rate, latency_s=latency)
+        self._reader = wrap_reader(reader) if wrap_reader else reader
+        self._closers = contextlib.ExitStack()
+        self._closers.callback(self._reader.close)
+
+    def inject_model(self, params: Any) -> None:
+        self._placement.inject(params)
+
+    def inject_context(self, params: Any) -> None:
+        params.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(self.hook.callback)
+        params.cb_eval_user_data = self.hook.user_data
+
+    def abandon(self) -> None:
+        """The load failed."""
+        self._placement.finish(loaded=False)
+
+    def start(self, progress: Progress | None) -> None:
+        """The model and its context exist: reads the dense weights, starts the lanes.
+
+        Raises:
+            ReadError: the dense weights cannot be read.
+            SettingsError: the cache is too small, or there is no room for one.
+        """
+        self._placement.finish(loaded=True)
+        # llama.cpp skips tensors it has no use for (multi-token prediction layers): so do we.
+        tensors = self._placement.tensors
+        used = [t for t in self.layout.tensors if t.name in tensors]
+        self.layout = layout = ModelLayout(self.layout.shards, used, self.layout.metadata)
+        if self._settings.dense == "anon":
+            read_dense(layout.dense, self.arena, self._reader, progress=progress)
+        else:
+            self._map_dense()
+        source = ExpertSource(layout, self.arena, self._reader, lanes=self._settings.io_threads)
+        self._closers.callback(source.close)
+        source.cache.budget = self._budget()
+        structs = {tensors[e.name]: e for e in layout.experts}
+        self.stream = Stream(source, structs, overlap=self._settings.overlap)
+        self.hook.attach(self.stream)
+
+    def _map_dense(self) -> None:
+        for shard, start, end in dense_runs(self.layout.dense):
+            with self.layout.shards[shard].path.open("rb") as file:
+                self.arena.map_file(shard, start, end, file.fileno())
+
+    def _budget(self) -> int:
+        """Cache size in bytes."""
+        layout, size = self.layout, self._settings.cache_mb
+        least = layout.token_bytes(self._settings.n_expert_used)
+        if size == "auto":
+            # Dense weights, KV cache and context exist by now, so what is free is free for experts
+            # except for one layer that a prompt may take beyond the budget.
+            free = available_bytes() - _HEADROOM - layout.layer_bytes()
+            if free < least:
+                raise SettingsError(
+                    f"{max(0, free) // MIB} MiB are left for the expert cache and one token routes "
+                    f"to {-(-least // MIB)} MiB: use a smaller context, or cache_mb=0"
+                )
+            return min(free, layout.expert_bytes)
+        budget = size * MIB
+        if 0 < budget < least and not self._settings.force_cache:
+            raise SettingsError(
+                f"cache_mb={size} is less than one token routes to: give at least "
+                f"{-(-least // MIB)}, or 0 for none, or force it with force_cache"
+            )
+        return budget
+
+    def close(self) -> None:
+        """Stops the lanes. The arena stays mapped as long as this object lives."""
+        self._closers.close()
