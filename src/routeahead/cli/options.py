@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,6 +12,7 @@ from routeahead.config import DEFAULT_IO_THREADS, CacheSize
 from routeahead.errors import SettingsError
 
 STREAM = "Streaming"
+CONTROL = "Experiments"
 
 Model = Annotated[
     Path, typer.Argument(help="GGUF file; of a split model, any of its shards.", show_default=False)
@@ -48,6 +50,28 @@ DirectIo = Annotated[
     bool,
     typer.Option(help="Read experts past the page cache (O_DIRECT).", rich_help_panel=STREAM),
 ]
+NExpertUsed = Annotated[
+    int | None,
+    typer.Option(
+        help="Experts a token routes to, instead of the model's (lossy).",
+        show_default="the model's",
+        rich_help_panel=STREAM,
+    ),
+]
+Throttle = Annotated[
+    float,
+    typer.Option(help="Read at most this many MiB/s, as a slower disk.", rich_help_panel=CONTROL),
+]
+ThrottleLatencyMs = Annotated[
+    float, typer.Option(help="With --throttle: delay of each read.", rich_help_panel=CONTROL)
+]
+ForcedTokens = Annotated[
+    str,
+    typer.Option(
+        help="Feed these tokens instead of sampling: a file of ids, or seed:N for random ones.",
+        rich_help_panel=CONTROL,
+    ),
+]
 Resident = Annotated[
     bool,
     typer.Option(
@@ -74,7 +98,23 @@ def cache_size(text: str) -> CacheSize:
         raise SettingsError(f"--cache-mb {text}: give a size in MiB, 0, or auto") from None
 
 
-def streaming(*, resident: bool, cache_mb: str, **settings: Any) -> dict[str, Any]:
-    """Keyword arguments for `routeahead.Llama` from the options above."""
-    size = cache_size(cache_mb)
-    return {"resident": resident, "cache_mb": size, **settings}
+def forced_tokens(text: str, count: int, n_vocab: int) -> list[int]:
+    """At most `count` token ids: from a file (integers between white space), or random.
+
+    Raises:
+        SettingsError: the file cannot be read, or an id is not in the vocabulary.
+    """
+    if text.startswith("seed:"):
+        try:
+            rng = random.Random(int(text[5:]))
+        except ValueError:
+            raise SettingsError(f"--forced-tokens {text}: give seed:NUMBER") from None
+        return [rng.randrange(n_vocab) for _ in range(count)]
+    try:
+        tokens = [int(word) for word in Path(text).read_text().split()]
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"--forced-tokens {text}: cannot read token ids: {error}") from None
+    strange = [t for t in tokens if not 0 <= t < n_vocab]
+    if strange:
+        raise SettingsError(f"--forced-tokens {text}: {strange[0]} is not one of {n_vocab} ids")
+    return tokens[:count]

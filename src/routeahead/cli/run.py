@@ -51,23 +51,31 @@ def run(
     direct_io: options.DirectIo = True,
     force_cache: options.ForceCache = False,
     resident: options.Resident = False,
+    n_expert_used: options.NExpertUsed = None,
+    throttle: options.Throttle = 0.0,
+    throttle_latency_ms: options.ThrottleLatencyMs = 0.0,
+    forced_tokens: options.ForcedTokens = "",
 ) -> None:
     """Generate text; the text goes to stdout, a summary of the run to stderr."""
     text = _prompt(prompt, prompt_file)
     if report:
         _check_writable(report)
-    settings = options.streaming(
+    settings = dict(
         resident=resident,
-        cache_mb=cache_mb,
+        cache_mb=options.cache_size(cache_mb),
         io_threads=io_threads,
         overlap=overlap,
         dense=dense,
         direct_io=direct_io,
         force_cache=force_cache,
+        n_expert_used=n_expert_used,
+        throttle=throttle,
+        throttle_latency_ms=throttle_latency_ms,
     )
     llm = load(model, settings, context=context, threads=threads, seed=seed)
     try:
-        generation = Generation(llm, text, n, temp)
+        forced = options.forced_tokens(forced_tokens, n, llm.n_vocab()) if forced_tokens else None
+        generation = Generation(llm, text, n, temp, forced)
         try:
             for piece in generation:
                 print(piece, end="", flush=True)
@@ -118,9 +126,14 @@ class Generation:
         interrupted: whether it was stopped from outside.
     """
 
-    def __init__(self, llm: Llama, prompt: str, n: int, temp: float) -> None:
-        self._llm, self._temp = llm, temp
+    def __init__(
+        self, llm: Llama, prompt: str, n: int, temp: float, forced: list[int] | None
+    ) -> None:
+        """With `forced` tokens, each is evaluated as if it had been sampled."""
+        self._llm, self._temp, self._forced = llm, temp, forced
         self.prompt_tokens = llm.tokenize(prompt.encode(), add_bos=True, special=True)
+        if not self.prompt_tokens and forced:
+            self.prompt_tokens = forced[:1]
         if not self.prompt_tokens:
             raise SettingsError("the prompt is empty: give one with -p or --prompt-file")
         self._limit = min(n, llm.n_ctx() - len(self.prompt_tokens))
@@ -133,9 +146,10 @@ class Generation:
         llm, decoder = self._llm, codecs.getincrementaldecoder("utf-8")("replace")
         start = time.perf_counter()
         vocabulary = llama_cpp.llama_model_get_vocab(llm.model)
-        for token in llm.generate(self.prompt_tokens, temp=self._temp):
+        for token in self._steps():
             self.first_token_s = self.first_token_s or time.perf_counter() - start
-            if len(self.tokens) >= self._limit or llama_cpp.llama_vocab_is_eog(vocabulary, token):
+            ended = self._forced is None and llama_cpp.llama_vocab_is_eog(vocabulary, token)
+            if ended or len(self.tokens) >= self._limit:
                 break
             self.tokens.append(token)
             piece = decoder.decode(llm.detokenize([token], prev_tokens=self.prompt_tokens))
@@ -143,6 +157,19 @@ class Generation:
             yield piece
             if len(self.tokens) >= self._limit:
                 break
+
+    def _steps(self) -> Iterator[int]:
+        llm = self._llm
+        if self._forced is None:
+            yield from llm.generate(self.prompt_tokens, temp=self._temp)
+            return
+        start = time.perf_counter()
+        llm.eval(self.prompt_tokens)
+        self.first_token_s = time.perf_counter() - start
+        llm.phase = "decode"
+        for token in self._forced:
+            llm.eval([token])
+            yield token
 
     def figures(self) -> dict[str, float | int]:
         return reports.counters(self._llm, self.first_token_s)
