@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -96,6 +96,11 @@ def cache_size(text: str) -> CacheSize:
         return int(text)
     except ValueError:
         raise SettingsError(f"--cache-mb {text}: give a size in MiB, 0, or auto") from None
+
+
+def streaming(*, cache_mb: str, **settings: Any) -> dict[str, Any]:
+    """Fields of `routeahead.Settings` from the options above."""
+    return {"cache_mb": cache_size(cache_mb), **settings}
 
 
 def forced_tokens(text: str, count: int, n_vocab: int) -> list[int]:

@@ -60,9 +60,9 @@ def run(
     text = _prompt(prompt, prompt_file)
     if report:
         _check_writable(report)
-    settings = dict(
+    settings = options.streaming(
         resident=resident,
-        cache_mb=options.cache_size(cache_mb),
+        cache_mb=cache_mb,
         io_threads=io_threads,
         overlap=overlap,
         dense=dense,

@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import ctypes
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,8 @@ def open_vocabulary(path: Path) -> Iterator[Vocabulary]:
     Raises:
         ModelError: llama.cpp cannot read it.
     """
+    # As `Llama(verbose=False)` does, which has not been called yet.
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True

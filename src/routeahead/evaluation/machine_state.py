@@ -93,7 +93,7 @@ def probe_disk(shards: Sequence[Shard], seconds: float = _PROBE_S) -> dict[str, 
 
 
 def _read_random(reader: FileReader, shards: Sequence[Shard], deadline: float, seed: int) -> int:
-    """Bytes read until the deadline, into one buffer: fresh pages would cost as much as the disk."""
+    """Bytes read until the deadline. One buffer: fresh pages would cost as much as the disk."""
     rng, total = random.Random(seed), 0
     sizes = [shard.size for shard in shards]
     with mmap.mmap(-1, MIB) as pages, memoryview(pages) as view:
@@ -135,14 +135,13 @@ def cached_bytes(shards: Sequence[Shard]) -> int | None:
     if mincore is None:
         return None
     mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    total = 0
-    for shard in shards:
-        with shard.path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as map_:
-            flags = np.zeros(-(-shard.size // mmap.PAGESIZE), dtype=np.uint8)
-            bytes_ = np.frombuffer(map_, dtype=np.uint8)
-            failed = mincore(bytes_.ctypes.data, shard.size, flags.ctypes.data)
-            del bytes_  # the map cannot be closed while an array lies over it
-            if failed:
-                return None
-            total += int((flags & 1).sum()) * mmap.PAGESIZE
-    return total
+    left = [_cached_pages(shard, mincore) for shard in shards]
+    return None if None in left else sum(filter(None, left)) * mmap.PAGESIZE
+
+
+def _cached_pages(shard: Shard, mincore: Any) -> int | None:
+    flags = np.zeros(-(-shard.size // mmap.PAGESIZE), dtype=np.uint8)
+    with shard.path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        start = np.frombuffer(pages, dtype=np.uint8).ctypes.data
+        failed = mincore(start, shard.size, flags.ctypes.data)
+    return None if failed else int((flags & 1).sum())

@@ -82,7 +82,7 @@ def score_token(baseline: Logits, logits: Logits, target: int) -> TokenScore:
 
 def perplexity(nll: npt.ArrayLike) -> float:
     """exp of the mean negative log-likelihood, from values in nats [tokens]."""
-    return math.exp(float(np.mean(nll)))
+    return math.exp(float(np.asarray(nll, dtype=np.float64).mean()))
 
 
 def answer_matches(text: str, answer: str) -> bool:

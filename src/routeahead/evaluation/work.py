@@ -2,7 +2,7 @@
 
     plan.json                  what is evaluated: another plan is refused
     baseline/NAME.json         a finished piece of the baseline
-    baseline/NAME.npy          its logits, float32 [tokens, vocabulary], until no setting needs them
+    baseline/NAME.f32          its logits, float32 [tokens, vocabulary], until no setting needs them
     settings/SETTING/flags.json, NAME.json
 
 Files are written beside their place and renamed, so a file that is there is whole.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,20 +89,27 @@ class WorkFolder:
         return self._logits(piece).exists()
 
     @contextlib.contextmanager
-    def new_logits(self, piece: str, tokens: int, vocabulary: int) -> Iterator[Logits]:
-        """A float32 array [tokens, vocabulary] to fill; kept if the block ends without an error."""
+    def new_logits(self, piece: str) -> Iterator[Callable[[Logits], None]]:
+        """A function that takes the rows one after the other, float32 [vocabulary]. They are kept
+        if the block ends without an error.
+
+        Raises:
+            SettingsError: they cannot be written.
+        """
         path = self._logits(piece)
         temporary = path.with_name(path.name + ".tmp")
-        shape = (tokens, vocabulary)
-        rows = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float32, shape=shape)
-        yield rows
-        rows.flush()
-        temporary.replace(path)
+        # Written, not mapped: a disk that fills up is then an error and not a SIGBUS.
+        try:
+            with temporary.open("wb") as file:
+                yield lambda row: row.tofile(file)
+            temporary.replace(path)
+        except OSError as error:
+            reason = error.strerror or error
+            raise SettingsError(f"{path}: cannot write the logits: {reason}") from None
 
-    def logits(self, piece: str) -> Logits:
-        """The baseline's logits of a piece, mapped: read as they are used."""
-        rows: Logits = np.load(self._logits(piece), mmap_mode="r")
-        return rows
+    def logits(self, piece: str, vocabulary: int) -> Logits:
+        """The baseline's logits of a piece, float32 [tokens, vocabulary], read as they are used."""
+        return np.memmap(self._logits(piece), np.float32, mode="r").reshape(-1, vocabulary)
 
     def drop_logits(self, piece: str) -> None:
         self._logits(piece).unlink(missing_ok=True)
@@ -119,10 +126,12 @@ class WorkFolder:
             )
 
     def _of(self, setting: str) -> Path:
-        return self._folder / BASELINE if setting == BASELINE else self._folder / "settings" / setting
+        return (
+            self._folder / BASELINE if setting == BASELINE else self._folder / "settings" / setting
+        )
 
     def _logits(self, piece: str) -> Path:
-        return self._of(BASELINE) / f"{piece}.npy"
+        return self._of(BASELINE) / f"{piece}.f32"
 
     @staticmethod
     def _make(folder: Path) -> None:
