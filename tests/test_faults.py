@@ -176,14 +176,14 @@ def test_graph_without_announced_experts_is_refused(
 ) -> None:
     """An architecture whose products use ids that no top-k announced must not run."""
     llm = load(NAME, cache_mb=0)
-    routed = llm.streamed.hook._topk
+    routed = llm.streamed.hook._stopped
 
     def forget(address: int) -> int:
         answer = routed(address)
         llm.streamed.hook._state[graph_filter.ROUTED] = 0
         return answer
 
-    monkeypatch.setattr(llm.streamed.hook, "_topk", forget)
+    monkeypatch.setattr(llm.streamed.hook, "_stopped", forget)
     with pytest.raises(StreamError, match="cannot be streamed"):
         llm.eval(PROMPTS[0][0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from routeahead.errors import SettingsError
@@ -28,6 +29,7 @@ class Settings:
         dense: "anon" reads the dense weights once into private memory; "mmap" maps them lazily.
         direct_io: read experts with O_DIRECT (falls back to buffered reads where that is refused).
         n_expert_used: experts a token routes to in each layer, instead of the model's (lossy).
+        replay_routing: a recorded routing trace that replaces the routers' choices (lossy).
         throttle: MiB/s that all lanes get together, to stand for a slower disk; 0 is unthrottled.
         throttle_latency_ms: delay of each read, with `throttle`.
     """
@@ -40,6 +42,7 @@ class Settings:
     dense: DenseMode = "anon"
     direct_io: bool = True
     n_expert_used: int | None = None
+    replay_routing: Path | None = None
     throttle: float = 0.0
     throttle_latency_ms: float = 0.0
 
@@ -86,4 +89,5 @@ class Settings:
                 )
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON would have it."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}

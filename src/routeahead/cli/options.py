@@ -13,6 +13,7 @@ from routeahead.errors import SettingsError
 
 STREAM = "Streaming"
 CONTROL = "Experiments"
+TRACES = "Traces"
 
 Model = Annotated[
     Path, typer.Argument(help="GGUF file; of a split model, any of its shards.", show_default=False)
@@ -57,6 +58,24 @@ NExpertUsed = Annotated[
         show_default="the model's",
         rich_help_panel=STREAM,
     ),
+]
+ReplayRouting = Annotated[
+    Path | None,
+    typer.Option(
+        help="Route as this recorded trace did (random weights, real locality).",
+        rich_help_panel=CONTROL,
+    ),
+]
+Csv = Annotated[
+    Path | None, typer.Option(help="Write a row a decoded token.", rich_help_panel=TRACES)
+]
+IoTrace = Annotated[
+    Path | None,
+    typer.Option(help="Write every read (.csv or .parquet).", rich_help_panel=TRACES),
+]
+RouteTrace = Annotated[
+    Path | None,
+    typer.Option(help="Write every routing (.csv or .parquet).", rich_help_panel=TRACES),
 ]
 Throttle = Annotated[
     float,

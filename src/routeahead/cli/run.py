@@ -20,6 +20,7 @@ from routeahead.cli import report as reports
 from routeahead.engine.llama import Llama, physical_cores
 from routeahead.errors import SettingsError
 from routeahead.models import DEFAULT_MODEL
+from routeahead.telemetry.recorder import NOTHING, Outputs
 
 DEFAULT_CONTEXT = 4096
 
@@ -55,6 +56,10 @@ def run(
     throttle: options.Throttle = 0.0,
     throttle_latency_ms: options.ThrottleLatencyMs = 0.0,
     forced_tokens: options.ForcedTokens = "",
+    replay_routing: options.ReplayRouting = None,
+    csv: options.Csv = None,
+    io_trace: options.IoTrace = None,
+    route_trace: options.RouteTrace = None,
 ) -> None:
     """Generate text; the text goes to stdout, a summary of the run to stderr."""
     text = _prompt(prompt, prompt_file)
@@ -71,8 +76,10 @@ def run(
         n_expert_used=n_expert_used,
         throttle=throttle,
         throttle_latency_ms=throttle_latency_ms,
+        replay_routing=replay_routing,
     )
-    llm = load(model, settings, context=context, threads=threads, seed=seed)
+    outputs = Outputs(csv=csv, io_trace=io_trace, route_trace=route_trace)
+    llm = load(model, settings, context=context, threads=threads, seed=seed, outputs=outputs)
     try:
         forced = options.forced_tokens(forced_tokens, n, llm.n_vocab()) if forced_tokens else None
         generation = Generation(llm, text, n, temp, forced)
@@ -101,6 +108,7 @@ def load(
     context: int | None = None,
     threads: int | None = None,
     seed: int = 0,
+    outputs: Outputs = NOTHING,
 ) -> Llama:
     """Loads a model with a progress bar over its dense weights."""
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True))
@@ -112,6 +120,7 @@ def load(
             cap_context=context is None,
             n_threads=threads or physical_cores(),
             seed=seed,
+            outputs=outputs,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
             **settings,
         )

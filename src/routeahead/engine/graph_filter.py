@@ -6,7 +6,8 @@ take wait. So the question is answered here in machine code (numba), and Python 
 there is something to decide:
 
 * after a layer's top-k was computed: its experts are known;
-* before a product over experts whose bytes are still being read.
+* before a product over experts whose bytes are still being read;
+* for a trace, after the experts' outputs were weighted.
 
 The filter is also the gate against the worst bug, a token computed from bytes that had not
 arrived: a product over experts whose ids are not those of the last top-k that Python has handled,
@@ -33,19 +34,19 @@ ROUTED = 2  # address of the last top-k tensor that Python has handled
 ACK = 3  # set by Python as its last act; still 0 means that it was interrupted
 FAULT = 4  # the result of this graph is void; stop as soon as possible
 CALLS = 5  # calls into Python so far
+TRACING = 6  # somebody wants to see the weights of each routing
 STATE_WORDS = 8
 
-_MUL_MAT_ID = ggml.op_code("MUL_MAT_ID")
+_MUL, _MUL_MAT_ID = ggml.op_code("MUL"), ggml.op_code("MUL_MAT_ID")
 _OP_WORD = ggml.Tensor.op.offset // 8
 _IDS_WORD = ggml.Tensor.src.offset // 8 + 2
 _NAME_WORD = ggml.Tensor.name.offset // 8
-_TOPK_PREFIX = b"ffn_moe_topk-"
-_TOPK_HEAD = int.from_bytes(_TOPK_PREFIX[:8], "little")
-_TOPK_TAIL = int.from_bytes(_TOPK_PREFIX[8:], "little")
-_TOPK_MASK = (1 << 8 * len(_TOPK_PREFIX[8:])) - 1
+TOPK_PREFIX = b"ffn_moe_topk-"
+_PREFIX = int.from_bytes(TOPK_PREFIX[:8], "little")
+_TOPK_TAIL = int.from_bytes(TOPK_PREFIX[8:], "little")
+_TOPK_MASK = (1 << 8 * len(TOPK_PREFIX[8:])) - 1
+_WEIGHTED = int.from_bytes(b"weighted", "little")
 _TENSOR_WORDS = ggml.Tensor.name.offset // 8 + 8
-
-TOPK_PREFIX_LENGTH = len(_TOPK_PREFIX)
 
 
 @intrinsic
@@ -71,15 +72,16 @@ def compiled() -> Any:
         if state[FAULT] != 0:
             return ask  # asked: stop here; stopped: end the graph
         words = carray(tensor, (_TENSOR_WORDS,), dtype=np.int64)
-        product = words[_OP_WORD] & 0xFFFFFFFF == _MUL_MAT_ID
-        if product and not ask:
-            return True  # the stop was for what comes next
-        if product and state[PENDING] == 0 and words[_IDS_WORD] == state[ROUTED]:
-            return False
-        if ask and not product:
-            return (
-                words[_NAME_WORD] == _TOPK_HEAD and words[_NAME_WORD + 1] & _TOPK_MASK == _TOPK_TAIL
-            )
+        op, first, second = words[_OP_WORD] & 0xFFFFFFFF, words[_NAME_WORD], words[_NAME_WORD + 1]
+        if op == _MUL_MAT_ID:
+            if not ask:
+                return True  # the stop was for what comes next
+            if state[PENDING] == 0 and words[_IDS_WORD] == state[ROUTED]:
+                return False
+        elif ask:
+            topk = second & _TOPK_MASK == _TOPK_TAIL
+            weighted = state[TRACING] != 0 and op == _MUL and second == _WEIGHTED
+            return first == _PREFIX and (topk or weighted)
         state[ACK] = 0
         state[CALLS] += 1
         answer: Any = _call(state[CALLBACK], tensor, types.int8(ask))  # type: ignore[call-arg]

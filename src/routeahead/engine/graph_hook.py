@@ -28,7 +28,8 @@ from routeahead.engine.graph_filter import (
     FAULT,
     PENDING,
     ROUTED,
-    TOPK_PREFIX_LENGTH,
+    TOPK_PREFIX,
+    TRACING,
 )
 from routeahead.errors import StreamError
 
@@ -54,6 +55,10 @@ class Observer(Protocol):
 
         Returns whether a later product of the layer still has reads pending.
         """
+        ...
+
+    def weighted(self, weights: npt.NDArray[np.float32]) -> None:
+        """The weights (rows, top-k) that the last routing got; only called while tracing."""
         ...
 
     def faulted(self) -> None:
@@ -92,8 +97,9 @@ class GraphHook:
         """Calls into Python so far."""
         return int(self._state[CALLS])
 
-    def attach(self, observer: Observer) -> None:
+    def attach(self, observer: Observer, *, tracing: bool) -> None:
         self._observer = observer
+        self._state[TRACING] = tracing
 
     def begin(self) -> None:
         """Before a decode: no top-k has been seen, nothing has gone wrong."""
@@ -112,7 +118,7 @@ class GraphHook:
 
     def _on_stop(self, address: int, ask: int) -> int:
         try:
-            answer = self._product(address) if ask else self._topk(address)
+            answer = self._product(address) if ask else self._stopped(address)
             self._state[ACK] = 1
             return answer
         except BaseException as error:  # see the module's docstring
@@ -121,12 +127,16 @@ class GraphHook:
             self._observer.faulted()
             return ask
 
-    def _topk(self, address: int) -> int:
+    def _stopped(self, address: int) -> int:
         tensor = ggml.tensor_at(address)
         name = tensor.name
+        if not name.startswith(TOPK_PREFIX):
+            # Neither operand of the product that weighted the experts has been overwritten yet.
+            self._observer.weighted(_weights(ggml.tensor_at(tensor.src[1])))
+            return 1
         layer = self._layers.get(name)
         if layer is None:
-            layer = self._layers[name] = int(name[TOPK_PREFIX_LENGTH:])
+            layer = self._layers[name] = int(name[len(TOPK_PREFIX) :])
         self._state[PENDING] = self._observer.routed(layer, _matrix(tensor))
         self._state[ROUTED] = address
         return 1
@@ -144,6 +154,16 @@ class GraphHook:
         pending = self._observer.product(weights)
         self._state[PENDING] = pending
         return int(pending)
+
+
+def _weights(tensor: ggml.Tensor) -> npt.NDArray[np.float32]:
+    """A float32 tensor of ggml shape (1, top-k, rows), as a copy (rows, top-k)."""
+    slots, rows, slot_stride, row_stride = tensor.ne[1], tensor.ne[2], tensor.nb[1], tensor.nb[2]
+    length = row_stride * (rows - 1) + slot_stride * (slots - 1) + 4
+    memory: Any = (ctypes.c_char * length).from_address(tensor.data)
+    strides = (row_stride, slot_stride)
+    weights: npt.NDArray[np.float32] = np.ndarray((rows, slots), np.float32, memory, 0, strides)
+    return np.array(weights)
 
 
 def _matrix(tensor: ggml.Tensor) -> npt.NDArray[np.int32]:

@@ -19,6 +19,7 @@ from routeahead.errors import ModelError, SettingsError, StreamError
 from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
 from routeahead.telemetry.counters import Counters, Phase, Totals, cpu_s
+from routeahead.telemetry.recorder import NOTHING, Outputs
 
 
 def physical_cores() -> int:
@@ -51,6 +52,7 @@ class Llama(llama_cpp.Llama):
         poison: bool = False,
         progress: Progress | None = None,
         cap_context: bool = False,
+        outputs: Outputs = NOTHING,
         **arguments: Any,
     ) -> None:
         """
@@ -59,6 +61,7 @@ class Llama(llama_cpp.Llama):
             poison: makes access to an expert that was not provided a crash (tests).
             progress: called with (bytes, bytes in all) while the dense weights are read.
             cap_context: take `n_ctx` as a wish and the model's trained context as its limit.
+            outputs: traces to write.
             arguments: fields of `routeahead.Settings`, and what `llama_cpp.Llama` takes.
 
         Raises:
@@ -74,7 +77,7 @@ class Llama(llama_cpp.Llama):
         if cap_context and trained:
             llama["n_ctx"] = min(llama["n_ctx"], int(trained))
         if not self.settings.resident:
-            self._prepare(wrap_reader, poison)
+            self._prepare(wrap_reader, poison, outputs)
         try:
             self._load(llama, progress)
         except BaseException:
@@ -108,10 +111,14 @@ class Llama(llama_cpp.Llama):
 
     # --- loading ---
 
-    def _prepare(self, wrap_reader: WrapReader | None, poison: bool) -> None:
+    def _prepare(self, wrap_reader: WrapReader | None, poison: bool, outputs: Outputs) -> None:
         try:
             self.streamed = StreamedModel(
-                self.layout, self.settings, wrap_reader=wrap_reader, poison=poison
+                self.layout,
+                self.settings,
+                wrap_reader=wrap_reader,
+                poison=poison,
+                outputs=outputs,
             )
         except StreamError as error:
             # Without the struct layout that streaming needs, the model is loaded whole, if it fits.
@@ -187,6 +194,7 @@ class Llama(llama_cpp.Llama):
         phase, streamed, before = self.phase, self.streamed, self._reading()
         if streamed:
             streamed.hook.begin()
+            streamed.stream.begin(phase, self.n_tokens)
         try:
             self._plain_decode(batch)
             if streamed:
@@ -197,6 +205,8 @@ class Llama(llama_cpp.Llama):
         step = self._reading().minus(before)
         step.tokens, step.steps = batch.batch.n_tokens, 1
         self.counters.totals(phase).add(step)
+        if streamed:
+            streamed.recorder.end_of_batch(phase, step)
 
     def _undo(self) -> None:
         """After a failed batch: back to the state before it."""

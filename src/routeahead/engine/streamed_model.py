@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import llama_cpp
@@ -19,6 +20,10 @@ from routeahead.experts.arena import Arena
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader, Throttled
 from routeahead.experts.source import ExpertSource, dense_runs, read_dense
+from routeahead.routing.forced import ForcedRouting
+from routeahead.routing.policy import RoutingPolicy
+from routeahead.telemetry.recorder import NOTHING, Outputs, Recorder
+from routeahead.telemetry.route_trace import read_trace
 
 Progress = Callable[[int, int], None]
 WrapReader = Callable[[Reader], Reader]
@@ -39,6 +44,7 @@ class StreamedModel:
     """
 
     stream: Stream
+    recorder: Recorder
 
     def __init__(
         self,
@@ -47,13 +53,15 @@ class StreamedModel:
         *,
         wrap_reader: WrapReader | None = None,
         poison: bool = False,
+        outputs: Outputs = NOTHING,
     ) -> None:
         if not layout.experts:
             raise ModelError(
                 f"{layout.shards[0].path}: has no experts ({layout.arch}), so there is nothing to "
                 "stream; --resident runs it"
             )
-        self.layout, self._settings = layout, settings
+        self.layout, self._settings, self._outputs = layout, settings, outputs
+        self._top_k = settings.n_expert_used or layout.n_expert_used
         self.arena = Arena(layout.shards, poison=poison)
         places = {t.name: self.arena.address(t.shard, t.offset) for t in layout.tensors}
         self._placement = Placement(places.__getitem__)
@@ -100,9 +108,29 @@ class StreamedModel:
         source = ExpertSource(layout, self.arena, self._reader, lanes=self._settings.io_threads)
         self._closers.callback(source.close)
         source.cache.budget = self._budget()
-        structs = {tensors[e.name]: e for e in layout.experts}
-        self.stream = Stream(source, structs, overlap=self._settings.overlap)
-        self.hook.attach(self.stream)
+        preamble = {**_versions(), "model": str(layout.shards[0].path), **self._settings.as_dict()}
+        self.recorder = Recorder(self._outputs, layout, self._top_k, preamble)
+        self._closers.callback(self.recorder.close)
+        if self.recorder.io:
+            source.lanes.records = self.recorder.io.records
+        self.stream = Stream(
+            source,
+            {tensors[e.name]: e for e in layout.experts},
+            overlap=self._settings.overlap,
+            policies=self._policies(),
+            log=self.recorder.routes,
+        )
+        self.hook.attach(self.stream, tracing=self.recorder.routes is not None)
+
+    def _policies(self) -> list[RoutingPolicy]:
+        if not self._settings.replay_routing:
+            return []
+        trace, layout = read_trace(self._settings.replay_routing), self.layout
+        return [
+            ForcedRouting(
+                trace, layers=layout.moe_layers, n_expert=layout.n_expert, top_k=self._top_k
+            )
+        ]
 
     def _map_dense(self) -> None:
         for shard, start, end in dense_runs(self.layout.dense):
@@ -112,7 +140,7 @@ class StreamedModel:
     def _budget(self) -> int:
         """Cache size in bytes."""
         layout, size = self.layout, self._settings.cache_mb
-        least = layout.token_bytes(self._settings.n_expert_used)
+        least = layout.token_bytes(self._top_k)
         if size == "auto":
             # Dense weights, KV cache and context exist by now, so what is free is free for experts
             # except for one layer that a prompt may take beyond the budget.
@@ -134,3 +162,7 @@ class StreamedModel:
     def close(self) -> None:
         """Stops the lanes. The arena stays mapped as long as this object lives."""
         self._closers.close()
+
+
+def _versions() -> dict[str, str]:
+    return {"routeahead": version("routeahead"), "llama_cpp_python": llama_cpp.__version__}

@@ -25,6 +25,7 @@ from routeahead.errors import ReadError
 from routeahead.experts.arena import Arena, Pages
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.reader import Reader
+from routeahead.telemetry.io_trace import ReadRecord
 
 
 class Ticket:
@@ -101,6 +102,7 @@ class Lanes:
         self._busy = [0.0] * count  # seconds; entry i is written by lane i alone
         self._bytes = [0] * count
         self._reads = [0] * count
+        self.records: list[ReadRecord] | None = None  # where to note reads, for a trace
         self._threads = [
             threading.Thread(target=self._serve, args=(lane,), name=f"lane-{lane}", daemon=True)
             for lane in range(count)
@@ -153,16 +155,26 @@ class Lanes:
 
     def _run(self, lane: int, read: Read) -> None:
         error: BaseException | None = None
-        start = time.perf_counter()
+        got, start = 0, time.perf_counter()
         try:
             self._arena.provide(read.inner, read.view)
-            self._bytes[lane] += self._reader.read(read.shard, read.offset, read.view, read.need)
+            got = self._reader.read(read.shard, read.offset, read.view, read.need)
+            self._bytes[lane] += got
             self._reads[lane] += 1
         except ReadError as caught:
             error = ReadError(f"{read}: {caught}")
         except BaseException as caught:  # a lane must settle whatever happens, or a token hangs
             error = caught
-        self._busy[lane] += time.perf_counter() - start
+        end = time.perf_counter()
+        self._busy[lane] += end - start
+        if self.records is not None:
+            tensor = read.tensor
+            self.records.append(
+                ReadRecord(
+                    start, end, lane, "demand", tensor.layer, read.expert, tensor.projection,
+                    read.shard, read.offset, got,
+                )
+            )  # fmt: skip
         self._settle(read, error)
 
     def _settle(self, read: Read, error: BaseException | None) -> None:

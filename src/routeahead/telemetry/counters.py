@@ -1,7 +1,8 @@
 """What a run counts, and what each figure means.
 
 Times of a decoded token: *wall* is the time inside llama_decode. *stall* is the evaluation thread
-waiting for bytes, whatever it waits for. *management* is its bookkeeping: lookups, evictions,
+waiting for bytes, whatever it waits for; *adoption* is the part of it spent waiting for reads
+that were begun early. *management* is its bookkeeping: lookups, evictions,
 issuing reads. *compute* is what is left. *io* is the time that lanes spend in reads; lanes work
 beside compute and beside each other, so it does not add up with the rest. Bytes are physical:
 whole blocks as read from the file.
@@ -31,6 +32,7 @@ class Totals:
     steps: int = 0
     wall_s: float = 0.0
     stall_s: float = 0.0
+    adopt_s: float = 0.0
     mgmt_s: float = 0.0
     io_s: float = 0.0
     cpu_s: float = 0.0

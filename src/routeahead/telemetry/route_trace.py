@@ -13,7 +13,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -57,10 +57,21 @@ class RouteTrace:
     Attributes:
         expert_bytes: bytes of one expert (all its projections), by layer.
         batches: in the order of the run.
+        rows: int64 (slots, 5), the columns of COLUMNS as recorded.
     """
 
     expert_bytes: dict[int, int]
     batches: list[Batch]
+    rows: Rows = field(
+        default_factory=lambda: np.empty((0, len(COLUMNS)), np.int64), compare=False, repr=False
+    )
+
+    def selections(self) -> dict[tuple[int, int], npt.NDArray[np.int32]]:
+        """(step, layer) → int32 (top-k,), the experts of that token in slot order."""
+        step, layer = self.rows[:, 1], self.rows[:, 2]
+        begins = np.flatnonzero((np.diff(step) != 0) | (np.diff(layer) != 0)) + 1
+        pieces = np.split(self.rows, begins)
+        return {(int(p[0, 1]), int(p[0, 2])): p[:, 4].astype(np.int32) for p in pieces}
 
     def decoded_tokens(self) -> list[list[int]]:
         """For each decoded token, the indices of its batches.
@@ -88,7 +99,7 @@ def read_trace(path: Path) -> RouteTrace:
     """
     try:
         facts, rows = _read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
-        return RouteTrace(facts, _batches(rows, facts))
+        return RouteTrace(facts, _batches(rows, facts), rows)
     except OSError as error:
         raise TraceError(f"{path}: {_one_line(error.strerror or error)}") from error
     except TraceError as error:
@@ -124,7 +135,7 @@ def _read_csv(path: Path) -> tuple[dict[int, int], Rows]:
 
 
 def _read_parquet(path: Path) -> tuple[dict[int, int], Rows]:
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
     from pyarrow import parquet
 
     schema = parquet.read_schema(path)

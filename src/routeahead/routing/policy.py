@@ -1,0 +1,35 @@
+"""What a routing policy sees and may change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from routeahead.telemetry.counters import Phase
+
+
+@dataclass(slots=True)
+class Routing:
+    """One layer's routing of one ubatch, at the moment its top-k is known.
+
+    Attributes:
+        phase: what the engine declared this batch to be.
+        layer: the layer's number in the model.
+        positions: int64 (rows,), each row's position in the sequence.
+        ids: int32 (rows, top-k), in the graph's own memory. What a policy writes here is what the
+            layer computes with; an id that is no expert ends the process, so write none.
+    """
+
+    phase: Phase
+    layer: int
+    positions: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int32]
+
+
+class RoutingPolicy(Protocol):
+    def commit(self, routing: Routing) -> bool:
+        """Changes `routing.ids` in place, before anything uses them; returns whether it did."""
+        ...

@@ -1,0 +1,62 @@
+"""The traces that a run was asked to write, as one object for the engine to talk to."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from routeahead.experts.layout import ModelLayout
+from routeahead.telemetry.counters import Phase, Totals
+from routeahead.telemetry.io_trace import IoTrace
+from routeahead.telemetry.route_log import RouteLog
+from routeahead.telemetry.step_log import StepLog
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Files to write; None writes nothing and costs nothing."""
+
+    csv: Path | None = None
+    io_trace: Path | None = None
+    route_trace: Path | None = None
+
+
+NOTHING = Outputs()
+
+
+class Recorder:
+    """Opens the files of `outputs`, passes events on, and closes them.
+
+    Raises:
+        SettingsError: a file cannot be written.
+    """
+
+    def __init__(
+        self, outputs: Outputs, layout: ModelLayout, top_k: int, preamble: Mapping[str, Any]
+    ) -> None:
+        self._closers = contextlib.ExitStack()
+        self.steps: StepLog | None = None
+        self.io: IoTrace | None = None
+        self.routes: RouteLog | None = None
+        if outputs.csv:
+            self.steps = StepLog(outputs.csv, preamble)
+            self._closers.callback(self.steps.close)
+        if outputs.io_trace:
+            self.io = IoTrace(outputs.io_trace, time.perf_counter())
+            self._closers.callback(self.io.close)
+        if outputs.route_trace:
+            self.routes = RouteLog(outputs.route_trace, layout, top_k)
+            self._closers.callback(self.routes.close)
+
+    def end_of_batch(self, phase: Phase, step: Totals) -> None:
+        if self.io:
+            self.io.end_of_batch(phase, step.tokens)
+        if self.steps and phase == "decode":
+            self.steps.add(step)
+
+    def close(self) -> None:
+        self._closers.close()
