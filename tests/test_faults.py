@@ -300,5 +300,5 @@ def test_llama_cpp_failure_is_one_error(tmp_path: Path, library: Library) -> Non
     content = library.path(NAME).read_bytes()
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(content.replace(b"blk.2.attn_q.weight", b"blk.2.attn_z.weight"))
-    with pytest.raises(ModelError, match=r"llama\.cpp cannot load it"):
+    with pytest.raises(ModelError, match=r"llama\.cpp cannot load it: .*attn_q\.weight"):
         Llama(broken, n_ctx=64)

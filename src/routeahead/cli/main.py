@@ -43,9 +43,16 @@ def _show_warning(message: Any, *_: Any, **__: Any) -> None:
     _errors.print(f"[yellow]routeahead: warning:[/] {message}")
 
 
+def _quiet_interrupt(dropped: Any) -> None:
+    """A Ctrl-C that hits a callback's first line is dropped by ctypes; the engine notices it."""
+    if dropped.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(dropped)
+
+
 def main() -> None:
     """Entry point. Exit status 1 for what the user can mend, 2 for a wrong command line."""
     warnings.showwarning = _show_warning
+    sys.unraisablehook = _quiet_interrupt
     try:
         app()
     except RouteAheadError as error:

@@ -113,13 +113,16 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """libggml-base with the functions above declared.
+    """ggml as llama.cpp uses it, with the functions above declared.
+
+    Looked up through libllama, which finds them in the libraries that it has loaded: a wheel may
+    hold libggml-base under several names, and opening another name would load a second copy.
 
     Raises:
         StreamError: the installed llama-cpp-python lacks one of them.
     """
     folder = Path(llama_cpp.__file__).parent / "lib"
-    base: ctypes.CDLL = load_shared_library("ggml-base", folder)
+    base: ctypes.CDLL = load_shared_library("llama", folder)
     for name, (result, arguments) in _SIGNATURES.items():
         try:
             function = getattr(base, name)

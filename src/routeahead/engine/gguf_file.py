@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from routeahead.engine import ggml
+from routeahead.engine import ggml, native_log
 from routeahead.errors import ModelError
 from routeahead.experts.layout import (
     ModelLayout,
@@ -74,9 +74,11 @@ def _check_split_count(path: Path, metadata: dict[str, Any], found: int) -> None
 
 def _read_shard(path: Path, shard: int) -> tuple[dict[str, Any], list[TensorInfo]]:
     base = ggml.library()
-    context = base.gguf_init_from_file(os.fsencode(path), ggml.GgufInitParams(True, None))
+    with native_log.errors() as reasons:
+        context = base.gguf_init_from_file(os.fsencode(path), ggml.GgufInitParams(True, None))
     if not context:
-        raise ModelError(f"{path}: malformed or truncated GGUF header; download it again")
+        reason = f" ({reasons[-1]})" if reasons else ""
+        raise ModelError(f"{path}: malformed or truncated GGUF header{reason}; download it again")
     try:
         metadata = {}
         for key in range(base.gguf_get_n_kv(context)):

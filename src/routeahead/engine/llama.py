@@ -12,6 +12,7 @@ import llama_cpp
 import psutil
 
 from routeahead.config import Settings
+from routeahead.engine import native_log
 from routeahead.engine.gguf_file import read_layout
 from routeahead.engine.memory import available_bytes
 from routeahead.engine.streamed_model import Progress, StreamedModel, WrapReader
@@ -145,11 +146,13 @@ class Llama(llama_cpp.Llama):
             llama["kv_overrides"] = {**overrides, key: self.settings.n_expert_used}
         path = str(self.layout.shards[0].path)
         try:
-            super().__init__(path, **llama)
+            with native_log.errors() as reasons:
+                super().__init__(path, **llama)
         except (ValueError, RuntimeError) as error:
             if self.streamed:
                 self.streamed.abandon()
-            raise ModelError(f"{path}: llama.cpp cannot load it: {error}") from error
+            reason = reasons[0] if reasons else error
+            raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error
         if self.streamed:
             self.streamed.start(progress)
             self.layout = self.streamed.layout

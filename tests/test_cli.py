@@ -1,0 +1,213 @@
+"""The commands as a user runs them: in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from conftest import Library
+
+from routeahead.models import DEFAULT_MODEL
+
+COMMAND = [sys.executable, "-m", "routeahead.cli.main"]
+
+
+def routeahead(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def run_with_report(tmp_path: Path, *arguments: object) -> tuple[dict, str]:
+    report = tmp_path / "report.json"
+    done = routeahead("run", *arguments, "--report", report, "-t", 1)
+    assert done.returncode == 0, done.stderr
+    return json.loads(report.read_text()), done.stderr
+
+
+def assert_one_line_error(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("routeahead: "), done.stderr
+    for word in words:
+        assert word in lines[0]
+
+
+def test_streamed_run_equals_resident_run(tmp_path: Path) -> None:
+    common = ("-p", "Once upon a time", "-n", 24)
+    resident, _ = run_with_report(tmp_path, *common, "--resident")
+    streamed, summary = run_with_report(tmp_path, *common, "--cache-mb", 0)
+    assert streamed["tokens"] == resident["tokens"] and len(streamed["tokens"]) == 24
+    assert streamed["text"] == resident["text"]
+    assert streamed["prompt_tokens"] == resident["prompt_tokens"] > 0
+    for line in ("moe-stream: ", "moe-cache: ", "moe-overlap: "):
+        assert line in summary
+
+    counters = streamed["counters"]
+    decoded = 23  # the last token is sampled and not evaluated
+    assert counters["misses"] > counters["decode_misses"] == decoded * 6 * 4
+    assert counters["hits"] == 0 and counters["evictions"] > 0 and counters["rereads"] > 0
+    assert counters["bytes_read"] > 0 and counters["reads"] == 3 * counters["misses"]
+    parts = ("compute_s_per_token", "stall_s_per_token", "mgmt_s_per_token")
+    assert counters["s_per_token"] == pytest.approx(sum(counters[part] for part in parts))
+    for key in ("load_s", "first_token_s", "io_s_per_token", "cpu_s_per_token", "peak_rss_bytes"):
+        assert counters[key] > 0
+
+
+def test_text_goes_to_stdout_alone() -> None:
+    done = routeahead("run", "-p", "Once", "-n", 8, "-t", 1)
+    assert done.returncode == 0 and len(done.stdout.strip()) == 8
+    assert "moe-stream" not in done.stdout
+
+
+def test_forced_tokens_are_the_same_in_every_run(tmp_path: Path) -> None:
+    runs = [
+        run_with_report(tmp_path, "--forced-tokens", "seed:7", "-n", 12, *more)[0]
+        for more in ((), ("--cache-mb", 0), ("--resident",))
+    ]
+    assert runs[0]["tokens"] == runs[1]["tokens"] == runs[2]["tokens"]
+    ids = tmp_path / "ids.txt"
+    ids.write_text(" ".join(map(str, runs[0]["tokens"])))
+    assert run_with_report(tmp_path, "--forced-tokens", ids)[0]["tokens"] == runs[0]["tokens"]
+
+
+def test_inspect(library: Library) -> None:
+    done = routeahead("inspect", library.path("mixed", 4))
+    assert done.returncode == 0, done.stderr
+    for fact in ("qwen3moe, 4 file(s)", "10 a layer, top-3", "Q6_K in 3 layers", "fits here"):
+        assert fact in done.stdout
+
+
+def test_prompt_file(tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Once upon a time")
+    from_file, _ = run_with_report(tmp_path, "--prompt-file", prompt, "-n", 8)
+    inline, _ = run_with_report(tmp_path, "-p", "Once upon a time", "-n", 8)
+    assert from_file["tokens"] == inline["tokens"]
+    assert_one_line_error(routeahead("run", "--prompt-file", tmp_path / "none"), "cannot read")
+
+
+# --- a user's mistakes ---
+
+
+def broken_magic(tmp_path: Path, library: Library) -> Path:
+    path = tmp_path / "text.gguf"
+    path.write_text("This is no model.")
+    return path
+
+
+def truncated_data(tmp_path: Path, library: Library) -> Path:
+    path = tmp_path / "short.gguf"
+    path.write_bytes(library.path("qwen3moe").read_bytes()[:-5000])
+    return path
+
+
+def truncated_header(tmp_path: Path, library: Library) -> Path:
+    path = tmp_path / "header.gguf"
+    path.write_bytes(library.path("qwen3moe").read_bytes()[:3000])
+    return path
+
+
+def missing_shard(tmp_path: Path, library: Library) -> Path:
+    first = library.path("qwen3moe", 4)
+    target = tmp_path / first.name
+    target.write_bytes(first.read_bytes())
+    return target
+
+
+def renamed_shard(tmp_path: Path, library: Library) -> Path:
+    target = tmp_path / "alone.gguf"
+    target.write_bytes(library.path("qwen3moe", 4).read_bytes())
+    return target
+
+
+def without_experts(tmp_path: Path, library: Library) -> Path:
+    path = tmp_path / "dense.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+FILES: list[tuple[Callable[[Path, Library], Path], tuple[str, ...]]] = [
+    (broken_magic, ("not a GGUF file",)),
+    (truncated_data, ("truncated", "download it again")),
+    (truncated_header, ("malformed or truncated",)),
+    (missing_shard, ("shard missing", "-00002-of-00004")),
+    (renamed_shard, ("one of 4 shards",)),
+    (without_experts, ("nothing to", "--resident runs it")),
+    (lambda tmp, _: tmp, ("is a folder",)),
+    (lambda tmp, _: tmp / "absent.gguf", ("No such file",)),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), FILES)
+def test_unusable_file(
+    tmp_path: Path, library: Library, make: Callable[..., Path], words: tuple[str, ...]
+) -> None:
+    path = make(tmp_path, library)
+    assert_one_line_error(routeahead("run", path, "-p", "x"), str(tmp_path), *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--cache-mb", "much"), ("--cache-mb much", "auto")),
+        (("--cache-mb", "-3"), ("cache_mb is -3",)),
+        (("--resident", "--cache-mb", "9"), ("resident streams nothing",)),
+        (("--resident", "--no-overlap"), ("resident streams nothing",)),
+        (("--dense", "disk"), ("dense is 'disk'",)),
+        (("--io-threads", "0"), ("io_threads is 0",)),
+        (("--force-cache",), ("force_cache",)),
+        (("--throttle-latency-ms", "3"), ("needs throttle",)),
+        (("--report", "/nowhere/report.json"), ("cannot write the report",)),
+        (("--csv", "/nowhere/steps.csv"), ("cannot be written",)),
+        (("--forced-tokens", "/nowhere/ids"), ("cannot read token ids",)),
+        (("--forced-tokens", "seed:x"), ("seed:NUMBER",)),
+        (("--replay-routing", "/nowhere/trace.csv"), ("/nowhere/trace.csv",)),
+        (("--prompt-file", "x"), ("not both",)),
+    ],
+)
+def test_contradictory_arguments(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    assert_one_line_error(routeahead("run", "-p", "a prompt that is long", *arguments), *words)
+
+
+def test_prompt_longer_than_context() -> None:
+    assert_one_line_error(routeahead("run", "-p", "x" * 300, "-c", 256), "the prompt has", "256")
+
+
+def test_interrupt_still_writes_the_report(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    arguments = ["run", "-p", "Once", "-n", "4000", "--cache-mb", "0", "--throttle", "1"]
+    process = subprocess.Popen(
+        [*COMMAND, *arguments, "--report", str(report), "-t", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    process.stdout.read(2)  # two tokens are out; at 1 MiB/s the next one takes half a second
+    time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    written = json.loads(report.read_text())
+    assert written["interrupted"] and 2 <= len(written["tokens"]) <= 5
+
+
+def test_default_model_is_small() -> None:
+    assert DEFAULT_MODEL.stat().st_size < 32 << 20
