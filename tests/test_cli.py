@@ -172,6 +172,7 @@ def test_unusable_file(
         (("--dense", "disk"), ("dense is 'disk'",)),
         (("--io-threads", "0"), ("io_threads is 0",)),
         (("--force-cache",), ("force_cache",)),
+        (("--n-expert-used", "99"), ("n_expert_used is 99: the model has 16",)),
         (("--throttle-latency-ms", "3"), ("needs throttle",)),
         (("--report", "/nowhere/report.json"), ("cannot write the report",)),
         (("--csv", "/nowhere/steps.csv"), ("cannot be written",)),

@@ -74,6 +74,36 @@ def test_disk_error(load: Load, library: Library, overlap: bool, number: int) ->
     assert_recovers(llm, library)
 
 
+def test_error_of_a_later_projection_while_an_earlier_one_is_awaited(
+    load: Load, library: Library
+) -> None:
+    """The down projection's read fails at once; the gate's, awaited first, takes its time."""
+    armed: list[bool] = []
+
+    class Uneven:
+        def __init__(self, inner: Reader) -> None:
+            self.inner = inner
+
+        def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
+            last = next(e for e in llm.layout.experts if offset < e.slice_of(e.n_expert - 1)[1])
+            if armed and last.projection == "down":
+                disk_error()
+            time.sleep(0.02 if armed and last.projection == "gate" else 0)
+            return self.inner.read(shard, offset, view, need)
+
+        def close(self) -> None:
+            self.inner.close()
+
+    llm = load(NAME, cache_mb=0, io_threads=8)
+    llm.source.lanes._reader = Uneven(llm.source.lanes._reader)
+    llm.eval(PROMPTS[0][0])
+    armed.append(True)
+    with pytest.raises(ReadError, match=r"\(down\)"):
+        llm.eval(PROMPTS[0][1])
+    armed.clear()
+    assert_recovers(llm, library)
+
+
 def test_short_read_names_file_offset_and_expert(load: Load, tmp_path: Path) -> None:
     llm = load(NAME, cache_mb=0)
     reader = llm.streamed._reader

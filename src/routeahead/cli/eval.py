@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -115,8 +116,8 @@ def evaluate(
     )
     settings = [parse_setting(argument) for argument in setting or []]
     for path in (as_json, plot_to):
-        if path and not path.parent.is_dir():
-            raise SettingsError(f"{path}: no such folder")
+        if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise SettingsError(f"{path}: cannot write a file there")
     with _folder(work) as folder:
         summaries = _run(Evaluation(request, settings, folder), folder, kept=work is not None)
     if as_json:
@@ -218,7 +219,7 @@ def _generation_table(summaries: Sequence[Summary]) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
     table.add_column(first, style="bold")
     for header in others:
         table.add_column(header, justify="right")
@@ -233,8 +234,9 @@ def _shown(figures: dict[str, Any] | None, key: str, form: str) -> str:
 def _run(evaluation: Evaluation, folder: Path, kept: bool) -> list[Summary]:
     """Runs with a progress bar for each setting."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    size = f"{evaluation.logit_bytes / MIB:,.0f} MiB"
-    errors.print(f"the baseline's logits take {size} of disk in {folder} until the end")
+    if evaluation.logit_bytes:
+        size = f"{evaluation.logit_bytes / MIB:,.1f} MiB"
+        errors.print(f"the baseline's logits take {size} of disk in {folder} until the end")
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
     with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as bar:
         tasks: dict[str, TaskID] = {}

@@ -21,17 +21,16 @@ _UsageError: Any = typer.BadParameter.__base__
 def llama_kwargs(flags: str) -> dict[str, Any]:
     """Keyword arguments for `routeahead.Llama` from e.g. `--cache-mb 300 --no-overlap`.
 
-    Every streaming flag of `run` is known here; its other options and arguments are refused.
+    Every option of `run` that is a field of `routeahead.Settings` is known here; its other options
+    and its arguments are refused.
 
     Raises:
         SettingsError: a flag is unknown, not about streaming, or has a value that makes no sense.
     """
-    command = _streaming_command()
     try:
-        values = command.make_context("", shlex.split(flags)).params
+        values = _streaming_command().make_context("", shlex.split(flags)).params
         kwargs = options.streaming(**values)
-        known = {field.name for field in fields(Settings)}
-        Settings(**{name: kwargs[name] for name in known & kwargs.keys()}).validate()
+        Settings.split(kwargs)
     except _UsageError as error:
         reason = error.format_message().rstrip(".")
         raise SettingsError(
@@ -44,9 +43,10 @@ def llama_kwargs(flags: str) -> dict[str, Any]:
 
 @cache
 def _streaming_command() -> Any:
-    """The command `run`, less what is not about streaming: options outside of help's panels."""
+    """The command `run`, less every option that is no setting."""
     app = typer.Typer(add_completion=False)
     app.command(add_help_option=False)(run)
     command = typer.main.get_command(app)
-    command.params = [p for p in command.params if getattr(p, "rich_help_panel", None)]
+    names = {field.name for field in fields(Settings)}
+    command.params = [option for option in command.params if option.name in names]
     return command

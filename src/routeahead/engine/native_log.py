@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 from collections.abc import Iterator
 
 import llama_cpp
-from llama_cpp._logger import llama_log_callback
+from llama_cpp._logger import llama_log_callback, logger
 
 _ERROR = 4  # ggml.h; the numbers in llama_cpp._logger are of an older version
 
@@ -21,7 +22,7 @@ def errors() -> Iterator[list[str]]:
     def collect(level: int, text: bytes, user_data: int) -> None:
         if level == _ERROR:
             lines.append(text.decode(errors="replace").strip())
-        else:
+        elif logger.level == logging.DEBUG:  # the caller wants llama.cpp to be verbose
             llama_log_callback(level, text, user_data)
 
     llama_cpp.llama_log_set(collect, ctypes.c_void_p(0))

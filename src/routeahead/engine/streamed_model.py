@@ -62,6 +62,8 @@ class StreamedModel:
             )
         self.layout, self._settings, self._outputs = layout, settings, outputs
         self._top_k = settings.n_expert_used or layout.n_expert_used
+        if self._top_k > layout.n_expert:
+            raise SettingsError(f"n_expert_used is {self._top_k}: the model has {layout.n_expert}")
         self.arena = Arena(layout.shards, poison=poison)
         places = {t.name: self.arena.address(t.shard, t.offset) for t in layout.tensors}
         self._placement = Placement(places.__getitem__)

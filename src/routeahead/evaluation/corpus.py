@@ -17,7 +17,7 @@ import llama_cpp
 from routeahead.errors import ModelError, SettingsError
 
 OPENING_TOKENS = 64
-"""Tokens of the text that a long generation continues."""
+"""Tokens of the text that a long generation continues, if the context has room for as many."""
 _SPARE_TOKENS = 16
 """Tokens that an answer may take beyond one a byte: white space before it, the word's end."""
 

@@ -26,12 +26,15 @@ BASELINE = "baseline"
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Raises:
-    SettingsError: the file cannot be written.
+    """Writes beside `path` and renames. What JSON has no type for (paths) becomes its text.
+
+    Raises:
+        SettingsError: the file cannot be written.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(content, indent=1, default=str)
+        temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         raise SettingsError(f"{path}: cannot write it: {error.strerror}") from None
@@ -62,8 +65,11 @@ class WorkFolder:
         Raises:
             SettingsError: the folder holds pieces of this name with other flags.
         """
-        self._make(self._of(name))
-        changed = self._differences(self._of(name) / "flags.json", kwargs)
+        folder, flags = self._of(name), self._of(name) / "flags.json"
+        self._make(folder)
+        if list(folder.glob("*.json")) == [flags]:
+            flags.unlink()  # nothing was finished with them: they may have been wrong
+        changed = self._differences(flags, kwargs)
         if changed:
             raise SettingsError(
                 f"setting {name}: begun in {self._folder} with other flags ({', '.join(changed)}): "
