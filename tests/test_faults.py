@@ -53,10 +53,15 @@ def assert_recovers(llm: Llama, library: Library) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-@pytest.mark.parametrize("number", [1, 2, 7, 30, 61])
-def test_disk_error(load: Load, library: Library, overlap: bool, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "cache_mb"), [(1, 0), (2, 0), (7, 0), (30, 0), (61, 0), (2, 64)]
+)
+def test_disk_error(
+    load: Load, library: Library, overlap: bool, number: int, cache_mb: int
+) -> None:
     wrap, made = failing(disk_error, number)
-    llm = load(NAME, cache_mb=0, overlap=overlap, wrap_reader=wrap, poison=True)
+    poison = cache_mb == 0  # else a cache that outlived its pages would read zeros
+    llm = load(NAME, cache_mb=cache_mb, overlap=overlap, wrap_reader=wrap, poison=poison)
     prompt, *tokens = PROMPTS[0]
     llm.eval(prompt)
     llm.phase = "decode"

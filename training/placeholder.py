@@ -1,6 +1,6 @@
 """Writes the model that ships until a trained one does: random weights, printable noise.
 
-    python training/placeholder.py src/routeahead/models/default.gguf
+python training/placeholder.py src/routeahead/models/default.gguf
 """
 
 from __future__ import annotations

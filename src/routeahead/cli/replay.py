@@ -58,6 +58,10 @@ def replay(
     ],
     cache_mb: Annotated[int, typer.Option(min=0, help="Expert cache in MiB.", show_default=False)],
     policy: Annotated[Policy, typer.Option(help="Which experts are evicted.")] = Policy.LRU,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Replay the first MoE layers only.", show_default="all"),
+    ] = None,
     bandwidth: Bandwidth = None,
     compute_ms: ComputeMs = None,
     latency_ms: LatencyMs = None,
@@ -79,6 +83,8 @@ def replay(
         overlap=overlap,
     )
     recorded = read_trace(trace)
+    if layers:
+        recorded = recorded.first_layers(layers)
     result = replay_trace(recorded, cache_mb * MIB, policy)
     report: dict[str, Any] = {
         "policy": policy.value,

@@ -73,6 +73,15 @@ class RouteTrace:
         pieces = np.split(self.rows, begins)
         return {(int(p[0, 1]), int(p[0, 2])): p[:, 4].astype(np.int32) for p in pieces}
 
+    def first_layers(self, count: int) -> RouteTrace:
+        """The same run of a model that ends after its first `count` MoE layers."""
+        kept = sorted(self.expert_bytes)[:count]
+        return RouteTrace(
+            {layer: self.expert_bytes[layer] for layer in kept},
+            [batch for batch in self.batches if batch.layer in kept],
+            self.rows[np.isin(self.rows[:, 2], kept)],
+        )
+
     def decoded_tokens(self) -> list[list[int]]:
         """For each decoded token, the indices of its batches.
 
