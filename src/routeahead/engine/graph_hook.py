@@ -121,9 +121,8 @@ class GraphHook:
             answer = self._product(address) if ask else self._stopped(address)
             self._state[ACK] = 1
             return answer
-        except BaseException as error:  # see the module's docstring
+        except BaseException as error:  # see the module's docstring; without ACK the graph ends
             self.fault = error
-            self._state[FAULT] = 1
             self._observer.faulted()
             return ask
 

@@ -1,0 +1,87 @@
+"""What it costs to have memory under a read: `docs/architecture.md`, "Pages".
+
+python benchmarks/pages.py FILE    (any large file; the median µs of a read is printed)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import statistics
+import sys
+import time
+from collections import deque
+
+from routeahead.experts import arena
+from routeahead.experts.arena import Pages, Reservation
+
+SLICE = 216 * 4096
+HELD, READS, ROUNDS = 200, 600, 3
+
+
+def address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def slots(*, huge: bool) -> list[memoryview]:
+    """Buffers that stay committed: no page is ever moved or given back."""
+    memory = Reservation(HELD * SLICE, huge=huge)
+    for offset in range(0, HELD * SLICE, 4096):
+        memory.view[offset] = 1
+    return [memory.view[i * SLICE : (i + 1) * SLICE] for i in range(HELD)]
+
+
+def reused(buffers: list[memoryview]):  # type: ignore[no-untyped-def]
+    def place(number: int, _offset: int) -> memoryview:
+        return buffers[number % HELD]
+
+    return place
+
+
+def in_place(size: int, *, recycle: bool):  # type: ignore[no-untyped-def]
+    """At the file's own offset, as the arena does; the oldest of HELD slices makes room."""
+    area = arena.Arena([arena.Shard(path=None, size=size)])  # type: ignore[arg-type]
+    area.recycling = recycle
+    held: deque[int] = deque()
+
+    def place(_number: int, offset: int) -> memoryview:
+        if len(held) == HELD:
+            oldest = held.popleft()
+            if oldest not in held:
+                area.give([area.inner(0, oldest, oldest + SLICE)])
+        _, view = area.blocks(0, offset, offset + SLICE)
+        if offset not in held:
+            area.provide(Pages(address_of(view), SLICE), view)
+        held.append(offset)
+        return view
+
+    return place
+
+
+def main() -> None:
+    path = sys.argv[1]
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    size = os.path.getsize(path)
+    offsets = random.Random(0).choices(range(size // SLICE - 1), k=READS)
+    ways = {
+        "reused committed buffers, 4 KiB pages": reused(slots(huge=False)),
+        "reused committed buffers, huge pages": reused(slots(huge=True)),
+        "fresh pages, given back on eviction": in_place(size, recycle=False),
+        "pages moved from the evicted slice (routeahead)": in_place(size, recycle=True),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, place in ways.items():
+            for number, index in enumerate(offsets):
+                start = time.perf_counter()
+                view = place(number, index * SLICE)
+                os.preadv(descriptor, [view], index * SLICE)
+                times[name].append(time.perf_counter() - start)
+    for name, seconds in times.items():
+        low, middle, high = (1e6 * q for q in statistics.quantiles(seconds, n=4))
+        print(f"{name:50} {middle:6.0f} µs (quartiles {low:.0f}-{high:.0f})")
+
+
+if __name__ == "__main__":
+    main()
