@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from routeahead import __version__
-from routeahead.cli import eval, inspect, io_report, replay, run
+from routeahead.cli import bench, eval, inspect, io_report, replay, run
 from routeahead.errors import RouteAheadError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(run.run)
 app.command()(inspect.inspect)
+app.command()(bench.bench)
 app.command("eval")(eval.evaluate)
 app.command()(replay.replay)
 app.command()(io_report.io_report)

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,9 +21,15 @@ from routeahead.cli import report as reports
 from routeahead.engine.llama import Llama, physical_cores
 from routeahead.errors import SettingsError
 from routeahead.models import DEFAULT_MODEL
+from routeahead.telemetry.counters import Totals
 from routeahead.telemetry.recorder import NOTHING, Outputs
 
 DEFAULT_CONTEXT = 4096
+# What a report has of each decoded token, so that a benchmark can leave out the first ones.
+STEP_COLUMNS = (
+    "wall_s", "compute_s", "stall_s", "adopt_s", "mgmt_s", "io_s", "cpu_s", "bytes_read", "hits",
+    "misses",
+)  # fmt: skip
 
 
 def run(
@@ -132,6 +139,7 @@ class Generation:
     Attributes:
         prompt_tokens, tokens: ids.
         text: what was generated so far.
+        decode_steps: what was counted for each decoded token.
         interrupted: whether it was stopped from outside.
     """
 
@@ -150,12 +158,18 @@ class Generation:
         self.text = ""
         self.interrupted = False
         self.first_token_s = 0.0
+        self.decode_steps: list[Totals] = []
 
     def __iter__(self) -> Iterator[str]:
         llm, decoder = self._llm, codecs.getincrementaldecoder("utf-8")("replace")
         start = time.perf_counter()
         vocabulary = llama_cpp.llama_model_get_vocab(llm.model)
+        counted = replace(llm.counters.decode)
         for token in self._steps():
+            step = llm.counters.decode.minus(counted)
+            if step.tokens:
+                self.decode_steps.append(step)
+                counted = replace(llm.counters.decode)
             self.first_token_s = self.first_token_s or time.perf_counter() - start
             ended = self._forced is None and llama_cpp.llama_vocab_is_eog(vocabulary, token)
             if ended or len(self.tokens) >= self._limit:
@@ -193,6 +207,9 @@ class Generation:
             "text": self.text,
             "interrupted": self.interrupted,
             "counters": self.figures(),
+            "decode_steps": {
+                name: [getattr(step, name) for step in self.decode_steps] for name in STEP_COLUMNS
+            },
         }
 
 
