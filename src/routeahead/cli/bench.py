@@ -119,17 +119,20 @@ def _run(benchmark: Bench, as_json: Path | None) -> bool:
     """Runs everything, with a line on stderr for each run; True if interrupted."""
     try:
         for run in benchmark:
-            count = f"[{len(benchmark.runs)}/{len(benchmark)}]"
+            _write(benchmark, as_json)  # each time: hours of runs survive whatever happens
+            place = f"[{len(benchmark.runs)}/{len(benchmark)}] pass {run.pass_index + 1}"
             outcome = _outcome(run, benchmark.plan.warmup)
-            print(
-                f"{count} pass {run.pass_ + 1}, {run.cell}: {outcome}", file=sys.stderr, flush=True
-            )
-            if as_json:  # after each run, so that hours of them survive whatever happens
-                summary = [one.as_dict() for one in _summaries(benchmark)]
-                write_json(as_json, benchmark.as_dict() | {"summary": summary})
+            print(f"{place}, {run.cell}: {outcome}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
+        _write(benchmark, as_json)
         return True
     return False
+
+
+def _write(benchmark: Bench, path: Path | None) -> None:
+    if path:
+        summary = [one.as_dict() for one in _summaries(benchmark)]
+        write_json(path, benchmark.as_dict() | {"summary": summary})
 
 
 def _summaries(benchmark: Bench) -> list[CellSummary]:
@@ -140,10 +143,13 @@ def _summaries(benchmark: Bench) -> list[CellSummary]:
 def _outcome(run: Run, warmup: int) -> str:
     if run.error:
         return f"failed: {run.error}"
-    speed = figures(run.report, warmup)[SPEED]
+    text = (
+        f"{figures(run.report, warmup)[SPEED]:.2f} tok/s, "
+        f"disk {run.machine['disk']['mib_per_s']:.0f} MiB/s, "
+        f"others took {run.others_cpu_s / run.wall_s:.1f} cores"
+    )
     left = run.page_cache["left_bytes"]
-    cached = f", {left // MIB} MiB stayed in the page cache" if left else ""
-    return f"{speed:.2f} tok/s, disk {run.machine['disk']['mib_per_s']:.0f} MiB/s{cached}"
+    return f"{text}, {left // MIB} MiB stayed in the page cache" if left else text
 
 
 def _show(benchmark: Bench, summaries: Sequence[CellSummary]) -> None:

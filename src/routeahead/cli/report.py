@@ -31,6 +31,7 @@ def counters(llm: Llama, first_token_s: float) -> dict[str, float | int]:
         "bytes_per_token": decode.per_token("bytes_read"),
         "decode_hits": decode.hits,
         "decode_misses": decode.misses,
+        "prefill_compute_s": prefill.compute_s,
         "peak_rss_bytes": peak_rss_bytes(),
     }
 

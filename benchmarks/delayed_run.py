@@ -1,0 +1,36 @@
+"""`routeahead run`, slower: every decode takes DELAY_MS milliseconds longer.
+
+    routeahead bench MODEL --cell 'plain:' --cell 'late: DELAY_MS=5 benchmarks/delayed_run.py'
+
+A benchmark that cannot see a difference that is certainly there proves nothing. This makes one, for
+`self_check.py`. Nothing in the package knows of DELAY_MS.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from routeahead.cli.main import main
+
+
+def delay_decodes(seconds: float) -> None:
+    """Puts the delay where the engine's clock runs, so that it counts as time of the token."""
+    # Not on top: routeahead sets OpenMP's variables, and has to be imported before llama.cpp.
+    from llama_cpp._internals import LlamaContext
+
+    decode = LlamaContext.decode
+
+    def delayed(context: LlamaContext, batch: Any) -> None:
+        time.sleep(seconds)
+        decode(context, batch)
+
+    LlamaContext.decode = delayed
+
+
+if __name__ == "__main__":
+    delay_decodes(float(os.environ["DELAY_MS"]) / 1e3)
+    sys.argv.insert(1, "run")
+    main()
