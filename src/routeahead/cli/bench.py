@@ -87,8 +87,9 @@ def bench(
 ) -> None:
     """Compare ways to run a model: every cell in every pass, in changing order, on the same tokens.
 
-    Each run is a fresh process that starts without the model in the page cache. Exit status 1 if a
-    run failed, 130 if interrupted; what was measured is shown and written all the same.
+    Each run is a fresh process that starts without the model in the page cache.
+
+    Exit status 1 if a run failed, 130 if interrupted; what was measured is shown all the same.
     """
     if as_json and not as_json.parent.is_dir():
         raise SettingsError(f"{as_json}: no such folder")

@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]
 WrapReader = Callable[[Reader], Reader]
 
 # Left free by an automatic cache: llama.cpp's compute buffers, Python, the kernel.
-_HEADROOM = 512 * MIB
+_HEADROOM = 256 * MIB
 
 
 class StreamedModel:

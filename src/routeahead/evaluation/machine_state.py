@@ -20,7 +20,7 @@ from routeahead.config import DEFAULT_IO_THREADS
 from routeahead.experts.layout import BLOCK, MIB, Shard, ceil_block
 from routeahead.experts.reader import FileReader
 
-_PROBE_S = 0.3
+PROBE_S = 0.3
 
 
 def describe() -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _processor() -> str:
 
 def entry_state(shards: Sequence[Shard]) -> dict[str, Any]:
     """What a run finds: load, clock and temperature (None where this machine does not tell), free
-    memory in bytes and what the disk gives. Takes about 0.3 s.
+    memory in bytes and what the disk gives. Takes PROBE_S seconds.
 
     Raises:
         ReadError: the disk failed.
@@ -59,7 +59,7 @@ def entry_state(shards: Sequence[Shard]) -> dict[str, Any]:
         "cpu_mhz": frequency.current if frequency else None,
         "cpu_celsius": _temperature(),
         "available_bytes": psutil.virtual_memory().available,
-        "disk": probe_disk(shards),
+        "disk": probe_disk(shards, PROBE_S),
     }
 
 
@@ -69,7 +69,7 @@ def _temperature() -> float | None:
     return max((s.current for chip in sensors.values() for s in chip), default=None)
 
 
-def probe_disk(shards: Sequence[Shard], seconds: float = _PROBE_S) -> dict[str, Any]:
+def probe_disk(shards: Sequence[Shard], seconds: float) -> dict[str, Any]:
     """Bandwidth in MiB/s of random 1 MiB reads of the model, by as many lanes as a run has.
 
     `direct` tells whether they went past the page cache; where not, they say little about the disk.
@@ -104,6 +104,14 @@ def _read_random(reader: FileReader, shards: Sequence[Shard], deadline: float, s
             with view[: ceil_block(need)] as piece:
                 total += reader.read(index, offset, piece, need)
     return total
+
+
+def busy_cpu_s() -> float:
+    """CPU seconds that all processes of this machine have taken since it started."""
+    times = psutil.cpu_times()
+    # Linux counts a guest's time as its host process's, too.
+    idle = ("idle", "iowait", "guest", "guest_nice")
+    return float(sum(value for name, value in times._asdict().items() if name not in idle))
 
 
 def drop_page_cache(shards: Sequence[Shard]) -> dict[str, Any]:
