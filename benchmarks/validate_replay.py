@@ -4,8 +4,8 @@
     python benchmarks/validate_replay.py MODEL TRACE
 
 The trace drives a random model of the same shapes, so both see the same routing and bytes. The
-model's compute a layer is taken from one cell in which nothing is read; every other figure of the
-time model is a setting. `docs/replay.md` explains the table.
+compute a layer is taken from one run that is not among the cells: the middle cache and the disk's
+own speed. Every other figure of the time model is a setting. `docs/replay.md` has the table.
 """
 
 from __future__ import annotations
@@ -62,11 +62,9 @@ def main() -> None:
     layout = read_layout(arguments.model)
     trace = read_trace(arguments.trace).first_layers(len(layout.moe_layers))
     prompt, tokens = trace_lengths(trace)
-    cached = engine_run(
-        arguments.model, arguments.trace, prompt, tokens,
-        "--cache-mb", layout.expert_bytes // MIB + 1, "--throttle", 100000,
-    )  # fmt: skip
-    compute_s = cached["compute_s_per_token"] / len(layout.moe_layers)
+    middle = sorted(arguments.cache_mb)[len(arguments.cache_mb) // 2]
+    unthrottled = engine_run(arguments.model, arguments.trace, prompt, tokens, "--cache-mb", middle)
+    compute_s = unthrottled["compute_s_per_token"] / len(layout.moe_layers)
     print(f"compute {1e3 * compute_s:.2f} ms a layer", flush=True)
     rows = []
     for throttle in arguments.throttle:

@@ -111,3 +111,21 @@ def assert_refused(path: Path, says: str) -> None:
     assert message.startswith(f"{path}: ")
     assert says in message
     assert "\n" not in message
+
+
+def test_first_layers_end_in_a_layer_that_routes_the_last_prompt_token_only(tmp_path: Path) -> None:
+    rows = [(0, step, layer, 0, 10 * step + layer) for layer in range(3) for step in range(2)] + [
+        (1, 2, layer, 0, 20 + layer) for layer in range(3)
+    ]
+    lines = ["# layer=0 expert_bytes=5", "# layer=1 expert_bytes=5", "# layer=2 expert_bytes=5"]
+    lines += ["phase,step,layer,slot,expert", *(",".join(map(str, row)) for row in rows)]
+    path = tmp_path / "trace.csv"
+    path.write_text("\n".join(lines) + "\n")
+    cut = read_trace(path).first_layers(2)
+    assert cut.batches == [
+        Batch("prefill", 0, 0, (0, 10)),
+        Batch("prefill", 1, 1, (11,)),
+        Batch("decode", 2, 0, (20,)),
+        Batch("decode", 2, 1, (21,)),
+    ]
+    assert set(cut.expert_bytes) == {0, 1} and len(cut.rows) == 5

@@ -74,13 +74,17 @@ class RouteTrace:
         return {(int(p[0, 1]), int(p[0, 2])): p[:, 4].astype(np.int32) for p in pieces}
 
     def first_layers(self, count: int) -> RouteTrace:
-        """The same run of a model that ends after its first `count` MoE layers."""
+        """The same run of a model that ends after its first `count` MoE layers.
+
+        A model's last layer routes a prompt's last token only: the others' output is not wanted.
+        """
         kept = sorted(self.expert_bytes)[:count]
-        return RouteTrace(
-            {layer: self.expert_bytes[layer] for layer in kept},
-            [batch for batch in self.batches if batch.layer in kept],
-            self.rows[np.isin(self.rows[:, 2], kept)],
-        )
+        phase, step, layer = self.rows[:, :3].T
+        prompt = step[phase == PHASES.index("prefill")]
+        inner = np.isin(step, prompt) & np.isin(step + 1, prompt) & (phase == 0)
+        rows = self.rows[np.isin(layer, kept) & ~(inner & (layer == kept[-1]))]
+        facts = {layer: self.expert_bytes[layer] for layer in kept}
+        return RouteTrace(facts, _batches(rows, facts), rows)
 
     def decoded_tokens(self) -> list[list[int]]:
         """For each decoded token, the indices of its batches.
