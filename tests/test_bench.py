@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +15,6 @@ from conftest import Library
 from typer.testing import CliRunner, Result
 
 from routeahead.cli.bench import bench
-from routeahead.cli.flags import llama_kwargs
 from routeahead.engine.gguf_file import read_layout
 from routeahead.errors import SettingsError
 from routeahead.evaluation import machine_state
@@ -25,15 +22,12 @@ from routeahead.evaluation.bench import Bench, Plan, Run
 from routeahead.evaluation.bench_summary import figures, summarise
 from routeahead.evaluation.cells import (
     CellList,
-    check_cells,
-    expand_shares,
     parse_cell,
-    read_cells,
     run_order,
 )
-from routeahead.evaluation.cgroup import MemoryLimit, find_hierarchy
+from routeahead.evaluation.cgroup import MemoryLimit
 from routeahead.evaluation.statistics import Ratio
-from routeahead.experts.layout import MIB, Shard
+from routeahead.experts.layout import MIB
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -104,83 +98,6 @@ def invoke(*arguments: object) -> Result:
     app = typer.Typer()
     app.command()(bench)
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-# --- cells ---
-
-
-def test_cell_grammar() -> None:
-    cell = parse_cell("small: SHADE=a=b X= --cache-mb 5 -p 'two words: here' --no-overlap")
-    assert (cell.name, cell.environment) == ("small", {"SHADE": "a=b", "X": ""})
-    assert cell.flags == ("--cache-mb", "5", "-p", "two words: here", "--no-overlap")
-    assert cell.program[-1] == "run"
-    other = parse_cell("other:tools/run.py fast -t 1 A=1")
-    assert other.program == (sys.executable, "tools/run.py", "fast")
-    assert other.flags == ("-t", "1", "A=1")
-    native = parse_cell("native: ./llama --x")
-    assert native.program == ("./llama",)
-    assert parse_cell("plain:").flags == ()
-
-
-@pytest.mark.parametrize("text", ["", "no colon", ": --flags", "two words: --flags", "x: 'open"])
-def test_cells_that_make_no_sense(text: str) -> None:
-    with pytest.raises(SettingsError, match="cell"):
-        parse_cell(text)
-
-
-def test_list_of_cells(tmp_path: Path) -> None:
-    path = tmp_path / "cells"
-    path.write_text("# What does\n# it cost?\n\na: --x 1\n# half\nb: --y\n")
-    found = read_cells(path)
-    assert found.question == "What does it cost?"
-    assert [(cell.name, cell.flags) for cell in found.cells] == [
-        ("a", ("--x", "1")),
-        ("b", ("--y",)),
-    ]
-    path.write_text("a: --x 1\n# asked too late\n")
-    with pytest.raises(SettingsError, match="question"):
-        read_cells(path)
-    with pytest.raises(SettingsError, match="cannot read"):
-        read_cells(tmp_path / "absent")
-
-
-def test_cells_are_told_apart() -> None:
-    cells = [parse_cell("a:"), parse_cell("b:")]
-    assert check_cells(cells, None) == "a"
-    assert check_cells(cells, "b") == "b"
-    for wrong, baseline in (([], None), ([*cells, cells[0]], None), (cells, "c")):
-        with pytest.raises(SettingsError):
-            check_cells(wrong, baseline)
-
-
-@pytest.mark.parametrize("path", sorted((BENCHMARKS / "cells").iterdir()), ids=lambda p: p.name)
-def test_lists_in_the_repository_are_what_the_program_takes(path: Path, model: Path) -> None:
-    found = read_cells(path)
-    check_cells(found.cells, None)
-    layout = read_layout(model)
-    for cell in found.cells:
-        flags = expand_shares(cell.flags, layout)
-        script = Path(cell.program[1])
-        if cell.program[-1] == "run":
-            llama_kwargs(shlex.join(flags))
-        else:
-            assert (BENCHMARKS.parent / script).is_file()
-
-
-def test_shares_of_the_experts(model: Path) -> None:
-    layout = read_layout(model)
-    whole = -(-layout.expert_bytes // MIB)
-    assert expand_shares(["--cache-mb", "{100%}"], layout) == ["--cache-mb", str(whole)]
-    quarter = int(expand_shares(["{25%}"], layout)[0])
-    assert (quarter - 1) * 4 * MIB < layout.expert_bytes <= quarter * 4 * MIB
-
-
-def test_order_is_random_and_then_reversed() -> None:
-    order = run_order(5, 6, seed=3)
-    assert all(sorted(one) == [0, 1, 2, 3, 4] for one in order)
-    assert all(order[index + 1] == order[index][::-1] for index in (0, 2, 4))
-    assert order == run_order(5, 6, seed=3) != run_order(5, 6, seed=4)
-    assert order[0] != order[2]
 
 
 # --- runs ---
@@ -258,57 +175,6 @@ def test_streamed_resident_mapped_and_delayed(model: Path) -> None:
     assert runs["none"].kernel_read_bytes >= counters["none"]["bytes_read"] > 0
     assert runs["mmap"].kernel_read_bytes > 0
     assert len(runs["mmap"].report["decode_steps"]["wall_s"]) == 6
-
-
-# --- the machine ---
-
-
-def test_dropping_the_page_cache_makes_the_disk_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"x" * (3 * MIB + 5))
-    subprocess.run(["sync", str(path)], check=True)  # a page that has to be written cannot go
-    shards = [Shard(path, path.stat().st_size)]
-    assert machine_state.cached_bytes(shards) >= 3 * MIB
-    assert machine_state.drop_page_cache(shards) == {
-        "dropped": True,
-        "why_not": "",
-        "left_bytes": 0,
-    }
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_inblock
-    path.read_bytes()
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_inblock - before) * 512 >= 3 * MIB
-    assert machine_state.cached_bytes(shards) >= 3 * MIB
-
-
-def test_a_file_smaller_than_a_block_can_be_probed(tmp_path: Path) -> None:
-    path = tmp_path / "small"
-    path.write_bytes(b"x" * 100)
-    assert machine_state.probe_disk([Shard(path, 100)], seconds=0.01)["mib_per_s"] > 0
-
-
-V1 = "33 25 0:30 / /cg/memory rw,relatime - cgroup cgroup rw,memory\n"
-V2 = "41 31 0:38 / /cg/unified rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
-CPU = "32 31 0:29 / /cg/cpu rw,relatime - cgroup cgroup rw,cpu\n"
-
-
-@pytest.mark.parametrize(
-    ("mounts", "groups", "version", "parent"),
-    [
-        (CPU + V1 + V2, "4:memory:/jobs/a\n1:cpu:/\n0::/\n", 1, "/cg/memory/jobs/a"),
-        (CPU + V2, "1:cpu:/\n0::/user.slice/shell.scope\n", 2, "/cg/unified/user.slice"),
-        (V2, "0::/\n", 2, "/cg/unified"),
-        # A container that sees the host's names: the mount's root is the container's group.
-        (V1.replace(" / ", " /docker/1 "), "4:memory:/docker/1/x\n", 1, "/cg/memory/x"),
-    ],
-)
-def test_memory_controller_is_found(mounts: str, groups: str, version: int, parent: str) -> None:
-    found = find_hierarchy(mounts, groups)
-    assert found and (found.version, str(found.parent)) == (version, parent)
-
-
-def test_no_memory_controller() -> None:
-    assert find_hierarchy(CPU, "1:cpu:/\n") is None
-    assert find_hierarchy(V1.replace(" / ", " /other "), "4:memory:/own\n") is None
 
 
 def test_memory_limit_holds(model: Path, program: str) -> None:
