@@ -202,6 +202,7 @@ class Llama(llama_cpp.Llama):
             self._plain_decode(batch)
             if streamed:
                 streamed.hook.check()
+                streamed.stream.end()
         except BaseException:
             self._undo()
             raise
@@ -227,6 +228,7 @@ class Llama(llama_cpp.Llama):
         if self.streamed:
             stream, source = self.streamed.stream, self.streamed.stream.source
             now.stall_s, now.mgmt_s = source.stall_s, stream.mgmt_s
+            now.adopt_s = source.adopt_s
             now.io_s = source.lanes.busy_s
             now.bytes_read, now.reads = source.lanes.bytes_read, source.lanes.reads
             now.hits, now.misses = source.cache.hits, source.cache.misses
