@@ -88,7 +88,8 @@ class Ahead:
         self._read_early, self._recorded = read_early, recorded
         self._asked: deque[Prediction] = deque()  # not yet collected, oldest first
         self._fresh: list[tuple[int, Ids]] = []  # layers and rankings to read for
-        self._decoding = self._warned = False
+        self._unknown = 0  # layers whose selection rule was not understood
+        self._decoding = False
         self._position = 0
 
     def begin(self, phase: Phase, position: int) -> None:
@@ -97,8 +98,8 @@ class Ahead:
         self._forget()
         self.policy.begin()
         self._tap.begin(reading=self._decoding and self.policy.armed)
-        if self._decoding and not self._warned:
-            self._warn_of_unknown_rules()
+        if self._decoding and len(self._gates) + self._unknown < len(self._tap.routers):
+            self._prepare_gates()
 
     def settle(self, layer: int, ids: Ids, row: Row | None) -> None:
         """At the top-k of `layer`, before its routing is decided; `ids` are the router's own."""
@@ -107,7 +108,7 @@ class Ahead:
         index = self._index[layer]
         if self._asked:
             self._collect(index, wait=self._late == "wait")
-        if self.policy.watches() and row is not None and len(ids) == 1 and self._gate(index):
+        if self.policy.watches() and row is not None and len(ids) == 1 and index in self._gates:
             router = ids[0].copy()
             self._submit(Prediction(self.policy.serial, index, row, router))
 
@@ -122,7 +123,7 @@ class Ahead:
             if row is None:
                 why: Reason = "several_rows" if rows != 1 else "unreadable"
                 self.policy.cannot_predict(target, why)
-            elif not self._gate(target):
+            elif target not in self._gates:
                 self.policy.cannot_predict(target, "first_token")
             else:
                 self._submit(Prediction(self.policy.serial, target, row))
@@ -197,15 +198,21 @@ class Ahead:
         if self.policy.offer(prediction.serial, target, ids) and target > index:
             self._fresh.append((layer, ids))
 
-    def _gate(self, index: int) -> Gate | None:
-        """The gate of the layer at `index`; None before its graph has been seen."""
-        if index not in self._gates:
-            router = self._tap.routers.get(self._layers[index])
+    def _prepare_gates(self) -> None:
+        """For the layers that the prompt has shown. No prediction is under way."""
+        self._unknown = 0
+        for layer, router in self._tap.routers.items():
+            index = self._index[layer]
             if router is None:
-                return None
-            # Made here and not on the worker: a worker finds only gates that are complete.
-            self._gates[index] = Gate(ggml.tensor_at(router.gate), self._precision)
-        return self._gates[index]
+                self._unknown += 1
+            elif index not in self._gates:
+                self._gates[index] = Gate(ggml.tensor_at(router.gate), self._precision)
+        if self._unknown:
+            warnings.warn(
+                f"route-ahead does not understand how {self._unknown} layers choose their experts: "
+                "they keep their router's choice",
+                stacklevel=2,
+            )
 
     def _rank(self, index: int, row: Row) -> Ids:
         """Runs on the predictor's thread."""
@@ -219,16 +226,6 @@ class Ahead:
         if why:
             self._disarm(why)
         self.times.watchdog_s += cpu_s + time.perf_counter() - start
-
-    def _warn_of_unknown_rules(self) -> None:
-        self._warned = True
-        unknown = [layer for layer, router in self._tap.routers.items() if router is None]
-        if unknown:
-            warnings.warn(
-                f"route-ahead does not understand how layer {unknown[0]} chooses its experts: "
-                f"{len(unknown)} layers keep their router's choice",
-                stacklevel=2,
-            )
 
     def _disarm(self, why: str) -> None:
         self._forget()

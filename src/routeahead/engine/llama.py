@@ -13,6 +13,7 @@ import psutil
 
 from routeahead.config import Settings
 from routeahead.engine import native_log
+from routeahead.engine.ahead import Ahead
 from routeahead.engine.gguf_file import read_layout
 from routeahead.engine.memory import available_bytes
 from routeahead.engine.streamed_model import Progress, StreamedModel, WrapReader
@@ -238,6 +239,11 @@ class Llama(llama_cpp.Llama):
     def source(self) -> ExpertSource | None:
         """The expert source; None where the model is resident."""
         return self.streamed.stream.source if self.streamed else None
+
+    @property
+    def route_ahead(self) -> Ahead | None:
+        """Route-ahead's parts; None where it is off."""
+        return self.streamed.stream.ahead if self.streamed else None
 
     @property
     def direct_io(self) -> bool:
