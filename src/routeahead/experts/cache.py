@@ -26,9 +26,11 @@ class ExpertCache:
     rows. Its experts stay until the next batch even where they exceed the budget, because the
     layer is about to compute with them; `lookup` of the next batch first trims what was over.
 
-    Experts *admitted early*, for a layer that comes later, are protected from eviction until the
-    batch after that layer's, even beyond the budget. They count as misses when they are admitted,
-    and not again as hits when they are used.
+    Experts *admitted early*, for a layer that comes later, stand beside the budget until that layer
+    looks them up: nothing is evicted for them before, as nothing would be if they were read on
+    demand. Else each token's first layers, which nobody predicts, would lose their experts to later
+    ones. They, and what was resident already, are protected until the batch after their layer's.
+    They count as misses when they are admitted, and not again as hits when they are used.
 
     Owned by the evaluation thread; no other thread may touch it.
 
@@ -47,6 +49,7 @@ class ExpertCache:
         self._read_before: set[tuple[int, int]] = set()
         self._batch: tuple[int, Collection[int]] = (-1, ())  # what computes now
         self._early: dict[int, dict[int, bool]] = {}  # layer → expert → whether it was absent
+        self._beside = 0  # bytes of early entries whose layer has not looked them up
 
     def would_hit(self, layer: int, expert: int) -> bool:
         """Whether the expert is here and was not read early for the very batch that asks."""
@@ -77,36 +80,37 @@ class ExpertCache:
         self._evict(outcome.victims, keep=0)
         entries, early, counted = self._entries, self._early.get(layer), 0
         batch = list(experts)
+        if early:
+            self._beside -= self._bytes[layer] * sum(early.values())
         for expert in batch:
             key = (layer, expert)
             if key in entries:
                 entries.move_to_end(key)
                 counted += bool(early and early.get(expert))
             else:
-                self._admit(key, outcome)
+                self._admit(key, outcome.misses)
         self.hits += len(batch) - len(outcome.misses) - counted
         self._batch = (layer, batch)
         self._evict(outcome.victims, keep=len(batch))
         return outcome
 
-    def admit_early(self, layer: int, experts: Collection[int]) -> Outcome:
+    def admit_early(self, layer: int, experts: Iterable[int]) -> list[int]:
         """Protects the distinct `experts` of a later `layer` and admits those that are absent.
 
-        Returns as `lookup` does. Victims are neither protected nor part of the batch that
-        computes now.
+        Returns the latter, in the order given.
         """
-        outcome = Outcome()
+        misses: list[int] = []
         early = self._early[layer] = dict.fromkeys(experts, False)
-        for expert in experts:
+        for expert in early:
             if (layer, expert) not in self._entries:
                 early[expert] = True
-                self._admit((layer, expert), outcome)
-        self._evict(outcome.victims, keep=0)
-        return outcome
+                self._admit((layer, expert), misses)
+        self._beside += self._bytes[layer] * len(misses)
+        return misses
 
-    def _admit(self, key: tuple[int, int], outcome: Outcome) -> None:
+    def _admit(self, key: tuple[int, int], misses: list[int]) -> None:
         self._entries[key] = None
-        outcome.misses.append(key[1])
+        misses.append(key[1])
         self.used += self._bytes[key[0]]
         self.misses += 1
         if key in self._read_before:
@@ -116,7 +120,7 @@ class ExpertCache:
 
     def _evict(self, victims: list[tuple[int, int]], *, keep: int) -> None:
         """Drops the oldest entries until the budget holds; the `keep` youngest are the batch's."""
-        while self.used > self.budget and len(self._entries) > keep:
+        while self.used - self._beside > self.budget and len(self._entries) > keep:
             if self._early:
                 key = self._oldest_free()
                 if key is None:
@@ -140,10 +144,11 @@ class ExpertCache:
     def release(self) -> None:
         """Ends every protection."""
         self._early.clear()
+        self._beside = 0
 
     def clear(self) -> None:
         """Forgets every entry and every protection; totals stay."""
         self._entries.clear()
-        self._early.clear()
+        self.release()
         self._batch = (-1, ())
         self.used = 0

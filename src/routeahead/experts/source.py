@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from routeahead.experts.arena import Arena
-from routeahead.experts.cache import ExpertCache, Outcome
+from routeahead.experts.cache import ExpertCache
 from routeahead.experts.lanes import Lanes, Read, Ticket
 from routeahead.experts.layout import ExpertTensor, ModelLayout, TensorInfo
 from routeahead.experts.reader import Reader
@@ -116,7 +116,8 @@ class ExpertSource:
         # ones may still be on their way: they count as used) or free.
         self._arena.trim(max(0, self.cache.budget + self._layer_bytes - self.cache.used))
         outcome = self.cache.lookup(layer, experts)
-        self._give(outcome)
+        if outcome.victims:
+            self._give(outcome.victims)
         early = self._early.pop(layer, None) if self._early else None
         if early:
             return self._adopt(early, experts, outcome.misses)
@@ -131,11 +132,10 @@ class ExpertSource:
         all of it until then. Without a cache there is nowhere to keep it, and nothing happens."""
         if not self.cache.budget:
             return
-        outcome = self.cache.admit_early(layer, experts)
-        self._give(outcome)
-        if outcome.misses:
-            self._early[layer], reads = self._prepare(layer, outcome.misses, committed=True)
-            self.prefetch.issued += len(outcome.misses)
+        misses = self.cache.admit_early(layer, experts)
+        if misses:
+            self._early[layer], reads = self._prepare(layer, misses, committed=True)
+            self.prefetch.issued += len(misses)
             self.lanes.submit(reads, committed=True)
 
     def _adopt(self, early: Load, experts: Sequence[int], misses: Sequence[int]) -> Load | None:
@@ -152,17 +152,16 @@ class ExpertSource:
         self.lanes.submit(reads)
         return load
 
-    def _give(self, outcome: Outcome) -> None:
-        """Frees the victims' pages. No read of theirs is in flight: what is being read is part of
-        the batch or protected."""
-        if outcome.victims:
-            self._arena.give(
-                [
-                    self._arena.inner(tensor.shard, *tensor.slice_of(expert))
-                    for layer, expert in outcome.victims
-                    for tensor in self._by_layer[layer]
-                ]
-            )
+    def _give(self, victims: Sequence[tuple[int, int]]) -> None:
+        """Frees the pages of (layer, expert) keys. No read of theirs is in flight: what is being
+        read is part of the batch or protected."""
+        self._arena.give(
+            [
+                self._arena.inner(tensor.shard, *tensor.slice_of(expert))
+                for layer, expert in victims
+                for tensor in self._by_layer[layer]
+            ]
+        )
 
     def _prepare(
         self, layer: int, experts: Sequence[int], *, committed: bool = False
