@@ -30,6 +30,14 @@ class Settings:
         direct_io: read experts with O_DIRECT (falls back to buffered reads where that is refused).
         n_expert_used: experts a token routes to in each layer, instead of the model's (lossy).
         replay_routing: a recorded routing trace that replaces the routers' choices (lossy).
+        route_ahead: decode layers use the experts predicted this many MoE layers earlier (lossy);
+            0 is off.
+        route_ahead_compute: predictions are computed "inline", in the graph's callback, or on a
+            "worker" thread.
+        route_ahead_late: a layer whose prediction is not ready keeps its router's choice ("pass")
+            or waits for it ("wait", which makes the output independent of timing).
+        gate_precision: of the router matrices that predict: "f32" uses the model's own weights,
+            "f16" and "int8" smaller copies.
         throttle: MiB/s that all lanes get together, to stand for a slower disk; 0 is unthrottled.
         throttle_latency_ms: delay of each read, with `throttle`.
     """
@@ -43,6 +51,10 @@ class Settings:
     direct_io: bool = True
     n_expert_used: int | None = None
     replay_routing: Path | None = None
+    route_ahead: int = 0
+    route_ahead_compute: Literal["inline", "worker"] = "inline"
+    route_ahead_late: Literal["pass", "wait"] = "wait"
+    gate_precision: Literal["f32", "f16", "int8"] = "f32"
     throttle: float = 0.0
     throttle_latency_ms: float = 0.0
 
@@ -72,6 +84,7 @@ class Settings:
             raise SettingsError("throttle and throttle_latency_ms cannot be negative")
         if self.throttle_latency_ms and not self.throttle:
             raise SettingsError("throttle_latency_ms needs throttle (MiB/s) beside it")
+        self._check_route_ahead()
         if self.resident:
             self._refuse_streaming_settings()
         if self.force_cache and self.cache_mb in ("auto", 0):
@@ -79,6 +92,20 @@ class Settings:
                 "force_cache allows a cache that is too small: give its size with cache_mb"
             )
         return self
+
+    def _check_route_ahead(self) -> None:
+        if self.route_ahead < 0:
+            raise SettingsError(f"route_ahead is {self.route_ahead}: give a number of layers, or 0")
+        choices = {
+            "route_ahead_compute": ("inline", "worker"),
+            "route_ahead_late": ("pass", "wait"),
+            "gate_precision": ("f32", "f16", "int8"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise SettingsError(
+                    f"{name} is {getattr(self, name)!r}: give {' or '.join(map(repr, allowed))}"
+                )
 
     def _refuse_streaming_settings(self) -> None:
         plain = Settings(resident=True)

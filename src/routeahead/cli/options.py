@@ -14,6 +14,7 @@ from routeahead.errors import SettingsError
 STREAM = "Streaming"
 CONTROL = "Experiments"
 TRACES = "Traces"
+LOSSY = "Route-ahead"
 
 Model = Annotated[
     Path, typer.Argument(help="GGUF file; of a split model, any of its shards.", show_default=False)
@@ -64,6 +65,36 @@ ReplayRouting = Annotated[
     typer.Option(
         help="Route as this recorded trace did (random weights, real locality).",
         rich_help_panel=CONTROL,
+    ),
+]
+RouteAhead = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help="Commit each decode layer's experts N MoE layers early, so that they are read in "
+        "time (lossy); 0 is off.",
+        rich_help_panel=LOSSY,
+    ),
+]
+RouteAheadCompute = Annotated[
+    str,
+    typer.Option(
+        help="Predict in the graph's callback ('inline') or on a thread of its own ('worker').",
+        rich_help_panel=LOSSY,
+    ),
+]
+RouteAheadLate = Annotated[
+    str,
+    typer.Option(
+        help="A prediction that is late is waited for ('wait') or left to the router ('pass').",
+        rich_help_panel=LOSSY,
+    ),
+]
+GatePrecision = Annotated[
+    str,
+    typer.Option(
+        help="Router matrices that predict: 'f32' (the model's own), 'f16' or 'int8'.",
+        rich_help_panel=LOSSY,
     ),
 ]
 Csv = Annotated[

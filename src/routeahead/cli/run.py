@@ -18,6 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from routeahead.cli import options
 from routeahead.cli import report as reports
+from routeahead.config import Settings
 from routeahead.engine.llama import Llama, physical_cores
 from routeahead.errors import SettingsError
 from routeahead.models import DEFAULT_MODEL
@@ -60,6 +61,10 @@ def run(
     force_cache: options.ForceCache = False,
     resident: options.Resident = False,
     n_expert_used: options.NExpertUsed = None,
+    route_ahead: options.RouteAhead = 0,
+    route_ahead_compute: options.RouteAheadCompute = Settings.route_ahead_compute,
+    route_ahead_late: options.RouteAheadLate = Settings.route_ahead_late,
+    gate_precision: options.GatePrecision = Settings.gate_precision,
     throttle: options.Throttle = 0.0,
     throttle_latency_ms: options.ThrottleLatencyMs = 0.0,
     forced_tokens: options.ForcedTokens = "",
@@ -81,6 +86,10 @@ def run(
         direct_io=direct_io,
         force_cache=force_cache,
         n_expert_used=n_expert_used,
+        route_ahead=route_ahead,
+        route_ahead_compute=route_ahead_compute,
+        route_ahead_late=route_ahead_late,
+        gate_precision=gate_precision,
         throttle=throttle,
         throttle_latency_ms=throttle_latency_ms,
         replay_routing=replay_routing,
@@ -210,6 +219,7 @@ class Generation:
             "decode_steps": {
                 name: [getattr(step, name) for step in self.decode_steps] for name in STEP_COLUMNS
             },
+            **reports.ahead(self._llm),
         }
 
 

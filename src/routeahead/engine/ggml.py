@@ -72,6 +72,14 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_nbytes": (_SIZE, [_PTR]),
     "ggml_op_name": (_STR, [_INT]),
     "ggml_type_name": (_STR, [_INT]),
+    "ggml_unary_op_name": (_STR, [_INT]),
+    "ggml_mul_mat": (_PTR, [_PTR, _PTR, _PTR]),
+    "ggml_cast": (_PTR, [_PTR, _PTR, _INT]),
+    "ggml_row_size": (_SIZE, [_INT, _I64]),
+    "ggml_quantize_chunk": (_SIZE, [_INT, _PTR, _PTR, _I64, _I64, _I64, _PTR]),
+    "ggml_new_graph_custom": (_PTR, [_PTR, _SIZE, ctypes.c_bool]),
+    "ggml_graph_overhead_custom": (_SIZE, [_SIZE, ctypes.c_bool]),
+    "ggml_build_forward_expand": (None, [_PTR, _PTR]),
     "ggml_backend_cpu_buffer_from_ptr": (_PTR, [_PTR, _SIZE]),
     "ggml_backend_buffer_get_type": (_PTR, [_PTR]),
     "ggml_backend_buffer_get_base": (_PTR, [_PTR]),
@@ -134,6 +142,50 @@ def library() -> ctypes.CDLL:
     return base
 
 
+class Plan(ctypes.Structure):
+    """Mirror of `struct ggml_cplan` (ggml-cpu.h)."""
+
+    _fields_ = [
+        ("work_size", ctypes.c_size_t),
+        ("work_data", ctypes.c_void_p),
+        ("n_threads", ctypes.c_int),
+        ("threadpool", ctypes.c_void_p),
+        ("abort_callback", ctypes.c_void_p),
+        ("abort_callback_data", ctypes.c_void_p),
+        ("use_ref", ctypes.c_bool),
+    ]
+
+
+_COMPUTE: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_graph_plan": (Plan, [_PTR, _INT, _PTR]),
+    "ggml_graph_compute": (_INT, [_PTR, ctypes.POINTER(Plan)]),
+}
+
+
+@functools.cache
+def compute_library() -> ctypes.CDLL:
+    """ggml's CPU backend, for graphs of our own.
+
+    Raises:
+        StreamError: the wheel loads its CPU backend as a plug-in, out of reach.
+    """
+    base = library()
+    for name, (result, arguments) in _COMPUTE.items():
+        try:
+            function = getattr(base, name)
+        except AttributeError:
+            raise StreamError(f"this llama-cpp-python does not export {name}") from None
+        function.restype, function.argtypes = result, arguments
+    return base
+
+
+def new_context(nbytes: int) -> int:
+    """A context for `nbytes` of tensor and graph structs; their data lies elsewhere. Free it with
+    `ggml_free`."""
+    context: int = library().ggml_init(_InitParams(nbytes, None, True))
+    return context
+
+
 def tensor_at(address: int) -> Tensor:
     """The tensor struct at `address`, in place: a write to it is a write to ggml's tensor."""
     return Tensor.from_address(address)
@@ -142,6 +194,20 @@ def tensor_at(address: int) -> Tensor:
 def type_name(ggml_type: int) -> str:
     name: bytes = library().ggml_type_name(ggml_type)
     return name.decode().upper()
+
+
+def type_code(name: str) -> int:
+    """Number of the data type that ggml calls `name`: "F32", "F16" or "Q8_0"."""
+    return {"F32": 0, "F16": 1, "Q8_0": 8}[name]
+
+
+def op_name(tensor: Tensor) -> str:
+    """The tensor's operation, such as "MUL_MAT"; a unary one by its own name, such as "SIGMOID"."""
+    base = library()
+    name: bytes = base.ggml_op_name(tensor.op)
+    if name == b"UNARY":
+        name = base.ggml_unary_op_name(tensor.op_params[0])
+    return name.decode()
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 Order of events in a layer, as llama.cpp runs it:
 
-1. `ffn_moe_topk-L` was computed → `Observer.routed(layer, ids)`.
+1. `ffn_moe_topk-L` was computed → `Observer.routed(layer, ids, row)`.
 2. A product over experts (MUL_MAT_ID) is *about to run*, while reads are pending →
    `Observer.product(...)` must return only once its bytes are there. Whether more products of the
    layer have reads pending decides if the graph stops after this one; otherwise llama.cpp would
@@ -15,12 +15,14 @@ whatever is in memory. It is kept in `fault`; the filter ends the graph; `check`
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from routeahead.engine import ggml, graph_filter
+from routeahead.engine.gate_tap import GateTap
 from routeahead.engine.graph_filter import (
     ACK,
     CALLBACK,
@@ -39,8 +41,13 @@ _StopFunction = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p, ctypes.c_int8)
 class Observer(Protocol):
     """Who decides what happens at a stop. Called on the evaluation thread."""
 
-    def routed(self, layer: int, ids: npt.NDArray[np.int32]) -> bool:
+    def routed(
+        self, layer: int, ids: npt.NDArray[np.int32], row: npt.NDArray[np.float32] | None
+    ) -> bool:
         """`ids` (rows, top-k) of `layer`, in the graph's own memory: a write changes the routing.
+
+        `row` is the gate's input (width,), in memory that this call may read: None unless a gate
+        tap is attached and the row could be read.
 
         Returns whether products of this layer must be announced to `product`.
         """
@@ -80,6 +87,7 @@ class GraphHook:
         self._state[CALLBACK] = ctypes.cast(self._stop, ctypes.c_void_p).value or 0
         self._layers: dict[bytes, int] = {}  # node name → layer
         self.fault: BaseException | None = None
+        self._tap: GateTap | None = None
 
     @property
     def callback(self) -> int:
@@ -100,6 +108,11 @@ class GraphHook:
     def attach(self, observer: Observer, *, tracing: bool) -> None:
         self._observer = observer
         self._state[TRACING] = tracing
+
+    def tap_gates(self, layers: Sequence[int]) -> GateTap:
+        """From now on `Observer.routed` is given the gates' inputs."""
+        self._tap = GateTap(self._state, layers)
+        return self._tap
 
     def begin(self) -> None:
         """Before a decode: no top-k has been seen, nothing has gone wrong."""
@@ -130,13 +143,17 @@ class GraphHook:
         tensor = ggml.tensor_at(address)
         name = tensor.name
         if not name.startswith(TOPK_PREFIX):
+            if self._tap and tensor.op == ggml.op_code("MUL_MAT"):
+                self._tap.at_gate(tensor)
+                return 1
             # Neither operand of the product that weighted the experts has been overwritten yet.
             self._observer.weighted(_weights(ggml.tensor_at(tensor.src[1])))
             return 1
         layer = self._layers.get(name)
         if layer is None:
             layer = self._layers[name] = int(name[len(TOPK_PREFIX) :])
-        self._state[PENDING] = self._observer.routed(layer, _matrix(tensor))
+        row = self._tap.at_topk(layer, address) if self._tap else None
+        self._state[PENDING] = self._observer.routed(layer, _matrix(tensor), row)
         self._state[ROUTED] = address
         return 1
 

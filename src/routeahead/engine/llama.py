@@ -13,6 +13,7 @@ import psutil
 
 from routeahead.config import Settings
 from routeahead.engine import native_log
+from routeahead.engine.ahead import Ahead
 from routeahead.engine.gguf_file import read_layout
 from routeahead.engine.memory import available_bytes
 from routeahead.engine.streamed_model import Progress, StreamedModel, WrapReader
@@ -202,6 +203,7 @@ class Llama(llama_cpp.Llama):
             self._plain_decode(batch)
             if streamed:
                 streamed.hook.check()
+                streamed.stream.end()
         except BaseException:
             self._undo()
             raise
@@ -227,6 +229,7 @@ class Llama(llama_cpp.Llama):
         if self.streamed:
             stream, source = self.streamed.stream, self.streamed.stream.source
             now.stall_s, now.mgmt_s = source.stall_s, stream.mgmt_s
+            now.adopt_s = source.adopt_s
             now.io_s = source.lanes.busy_s
             now.bytes_read, now.reads = source.lanes.bytes_read, source.lanes.reads
             now.hits, now.misses = source.cache.hits, source.cache.misses
@@ -236,6 +239,11 @@ class Llama(llama_cpp.Llama):
     def source(self) -> ExpertSource | None:
         """The expert source; None where the model is resident."""
         return self.streamed.stream.source if self.streamed else None
+
+    @property
+    def route_ahead(self) -> Ahead | None:
+        """Route-ahead's parts; None where it is off."""
+        return self.streamed.stream.ahead if self.streamed else None
 
     @property
     def direct_io(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from routeahead.engine.ahead import Ahead
 from routeahead.errors import StreamError
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.source import ExpertSource, Load
@@ -20,7 +21,7 @@ class Stream:
     """Observer of one context: at each top-k it provides the experts, at each product it waits.
 
     Attributes:
-        mgmt_s: seconds of the evaluation thread in here, waiting excluded.
+        mgmt_s: seconds of the evaluation thread in here, waiting for bytes excluded.
     """
 
     def __init__(
@@ -31,17 +32,19 @@ class Stream:
         overlap: bool,
         policies: Sequence[RoutingPolicy] = (),
         log: RouteLog | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         """
         Args:
             tensors: address of an expert tensor's struct → where it lies in the file.
             policies: may change each routing, in this order.
             log: is told of each routing.
+            ahead: predicts routings; its policy is one of `policies`.
         """
         self.source = source
         self._tensors = tensors
         self._overlap = overlap
-        self._policies, self._log = policies, log
+        self._policies, self._log, self.ahead = policies, log, ahead
         self._load: Load | None = None
         self._order: list[str] = []  # projections as the graph was seen to compute them
         self._known = {tensor.projection for tensor in tensors.values()}
@@ -53,15 +56,28 @@ class Stream:
         """A batch whose first token stands at `position` is about to be evaluated."""
         self.phase = phase
         self._position.begin(position)
+        if self.ahead:
+            self.ahead.begin(phase, position)
         if self._log and position == 0:
             self._log.turn()
 
-    def routed(self, layer: int, ids: npt.NDArray[np.int32]) -> bool:
+    def end(self) -> None:
+        """The batch was evaluated."""
+        if self.ahead:
+            self.source.release()
+
+    def routed(
+        self, layer: int, ids: npt.NDArray[np.int32], row: npt.NDArray[np.float32] | None
+    ) -> bool:
         start, stalled = time.perf_counter(), self.source.stall_s
+        if self.ahead:
+            self.ahead.settle(layer, ids, row)
         if self._policies or self._log:
             self._decide(layer, ids)
         experts = ids[0].tolist() if len(ids) == 1 else list(dict.fromkeys(ids.ravel().tolist()))
         self._load = self.source.require(layer, experts)
+        if self.ahead:
+            self.ahead.predict(layer, len(ids), row)
         if self._load and not self._overlap:
             self.source.wait(self._load)
             self._load = None
@@ -78,7 +94,7 @@ class Stream:
             committed |= policy.commit(routing)
         if self._log:
             cache = self.source.cache
-            resident = {e for e in np.unique(ids).tolist() if (layer, e) in cache}
+            resident = {e for e in np.unique(ids).tolist() if cache.would_hit(layer, e)}
             self._log.routed(
                 self.phase, layer, positions, ids, router, resident, committed=committed
             )
@@ -97,6 +113,8 @@ class Stream:
         if self._load.done():
             self.source.wait(self._load)  # returns at once, or raises what a read met with
             self._load = None
+        if self.ahead:
+            self.ahead.poll(weights.layer)
         self._account(start, stalled)
         return self._load is not None
 
@@ -110,6 +128,8 @@ class Stream:
     def recover(self) -> None:
         """Forgets everything that a void graph left behind."""
         self._load = None
+        if self.ahead:
+            self.ahead.recover()
         self.source.recover()
 
     def _learn(self, projection: str) -> None:

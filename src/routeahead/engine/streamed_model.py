@@ -11,6 +11,7 @@ from typing import Any
 import llama_cpp
 
 from routeahead.config import Settings
+from routeahead.engine.ahead import Ahead
 from routeahead.engine.graph_hook import GraphHook
 from routeahead.engine.memory import available_bytes
 from routeahead.engine.placement import Placement
@@ -21,7 +22,6 @@ from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader, Throttled
 from routeahead.experts.source import ExpertSource, dense_runs, read_dense
 from routeahead.routing.forced import ForcedRouting
-from routeahead.routing.policy import RoutingPolicy
 from routeahead.telemetry.recorder import NOTHING, Outputs, Recorder
 from routeahead.telemetry.route_trace import read_trace
 
@@ -115,24 +115,42 @@ class StreamedModel:
         self._closers.callback(self.recorder.close)
         if self.recorder.io:
             source.lanes.records = self.recorder.io.records
+        forced = self._forced()
+        ahead = self._ahead(source, forced)
         self.stream = Stream(
             source,
             {tensors[e.name]: e for e in layout.experts},
             overlap=self._settings.overlap,
-            policies=self._policies(),
+            policies=[*([ahead.policy] if ahead else []), *([forced] if forced else [])],
             log=self.recorder.routes,
+            ahead=ahead,
         )
         self.hook.attach(self.stream, tracing=self.recorder.routes is not None)
 
-    def _policies(self) -> list[RoutingPolicy]:
+    def _forced(self) -> ForcedRouting | None:
         if not self._settings.replay_routing:
-            return []
+            return None
         trace, layout = read_trace(self._settings.replay_routing), self.layout
-        return [
-            ForcedRouting(
-                trace, layers=layout.moe_layers, n_expert=layout.n_expert, top_k=self._top_k
-            )
-        ]
+        return ForcedRouting(
+            trace, layers=layout.moe_layers, n_expert=layout.n_expert, top_k=self._top_k
+        )
+
+    def _ahead(self, source: ExpertSource, forced: ForcedRouting | None) -> Ahead | None:
+        settings, layers = self._settings, self.layout.moe_layers
+        if not settings.route_ahead:
+            return None
+        ahead = Ahead(
+            layers,
+            settings.route_ahead,
+            self.hook.tap_gates(layers),
+            compute=settings.route_ahead_compute,
+            late=settings.route_ahead_late,
+            precision=settings.gate_precision,
+            read_early=source.read_early,
+            recorded=forced.selection if forced else None,
+        )
+        self._closers.callback(ahead.close)
+        return ahead
 
     def _map_dense(self) -> None:
         for shard, start, end in dense_runs(self.layout.dense):

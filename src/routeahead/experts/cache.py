@@ -7,7 +7,7 @@ trace and compared with a reference.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 
@@ -26,6 +26,12 @@ class ExpertCache:
     rows. Its experts stay until the next batch even where they exceed the budget, because the
     layer is about to compute with them; `lookup` of the next batch first trims what was over.
 
+    Experts *admitted early*, for a layer that comes later, stand beside the budget until that layer
+    looks them up: nothing is evicted for them before, as nothing would be if they were read on
+    demand. Else each token's first layers, which nobody predicts, would lose their experts to later
+    ones. They, and what was resident already, are protected until the batch after their layer's.
+    They count as misses when they are admitted, and not again as hits when they are used.
+
     Owned by the evaluation thread; no other thread may touch it.
 
     Attributes:
@@ -41,6 +47,19 @@ class ExpertCache:
         self._bytes = bytes_by_layer
         self._entries: OrderedDict[tuple[int, int], None] = OrderedDict()  # oldest first
         self._read_before: set[tuple[int, int]] = set()
+        self._batch: tuple[int, Collection[int]] = (-1, ())  # what computes now
+        self._early: dict[int, dict[int, bool]] = {}  # layer → expert → whether it was absent
+        self._beside = 0  # bytes of early entries whose layer has not looked them up
+
+    def would_hit(self, layer: int, expert: int) -> bool:
+        """Whether the expert is here and was not read early for the very batch that asks."""
+        early = self._early.get(layer)
+        return (layer, expert) in self._entries and not (early and early.get(expert))
+
+    @property
+    def protected(self) -> int:
+        """Experts that were admitted early, or found resident then, and are protected still."""
+        return sum(len(experts) for experts in self._early.values())
 
     def __contains__(self, key: tuple[int, int]) -> bool:
         return key in self._entries
@@ -56,35 +75,80 @@ class ExpertCache:
         only after everything before it.
         """
         outcome = Outcome()
+        self._early.pop(self._batch[0], None)
+        self._batch = (layer, ())
         self._evict(outcome.victims, keep=0)
-        entries, size, batch = self._entries, self._bytes[layer], 0
-        for expert in experts:
+        entries, early, counted = self._entries, self._early.get(layer), 0
+        batch = list(experts)
+        if early:
+            self._beside -= self._bytes[layer] * sum(early.values())
+        for expert in batch:
             key = (layer, expert)
-            batch += 1
             if key in entries:
                 entries.move_to_end(key)
+                counted += bool(early and early.get(expert))
             else:
-                entries[key] = None
-                outcome.misses.append(expert)
-                if key in self._read_before:
-                    self.rereads += 1
-                else:
-                    self._read_before.add(key)
-        self.used += size * len(outcome.misses)
-        self.misses += len(outcome.misses)
-        self.hits += batch - len(outcome.misses)
-        self._evict(outcome.victims, keep=batch)
+                self._admit(key, outcome.misses)
+        self.hits += len(batch) - len(outcome.misses) - counted
+        self._batch = (layer, batch)
+        self._evict(outcome.victims, keep=len(batch))
         return outcome
+
+    def admit_early(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Protects the distinct `experts` of a later `layer` and admits those that are absent.
+
+        Returns the latter, in the order given.
+        """
+        misses: list[int] = []
+        early = self._early[layer] = dict.fromkeys(experts, False)
+        for expert in early:
+            if (layer, expert) not in self._entries:
+                early[expert] = True
+                self._admit((layer, expert), misses)
+        self._beside += self._bytes[layer] * len(misses)
+        return misses
+
+    def _admit(self, key: tuple[int, int], misses: list[int]) -> None:
+        self._entries[key] = None
+        misses.append(key[1])
+        self.used += self._bytes[key[0]]
+        self.misses += 1
+        if key in self._read_before:
+            self.rereads += 1
+        else:
+            self._read_before.add(key)
 
     def _evict(self, victims: list[tuple[int, int]], *, keep: int) -> None:
         """Drops the oldest entries until the budget holds; the `keep` youngest are the batch's."""
-        while self.used > self.budget and len(self._entries) > keep:
-            key, _ = self._entries.popitem(last=False)
+        while self.used - self._beside > self.budget and len(self._entries) > keep:
+            if self._early:
+                key = self._oldest_free()
+                if key is None:
+                    return
+                del self._entries[key]
+            else:
+                key, _ = self._entries.popitem(last=False)
             self.used -= self._bytes[key[0]]
             self.evictions += 1
             victims.append(key)
 
+    def _oldest_free(self) -> tuple[int, int] | None:
+        """The oldest entry that is neither protected nor part of the batch."""
+        layer, batch = self._batch
+        for key in self._entries:
+            at, expert = key
+            if expert not in self._early.get(at, ()) and not (at == layer and expert in batch):
+                return key
+        return None
+
+    def release(self) -> None:
+        """Ends every protection."""
+        self._early.clear()
+        self._beside = 0
+
     def clear(self) -> None:
-        """Forgets every entry; totals stay."""
+        """Forgets every entry and every protection; totals stay."""
         self._entries.clear()
+        self.release()
+        self._batch = (-1, ())
         self.used = 0

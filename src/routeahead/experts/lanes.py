@@ -8,12 +8,18 @@ Hand-overs between threads:
   the ticket's lock; the evaluation thread, blocked in `Ticket.wait`, then may use the bytes of all
   of the ticket's reads. Acquiring the lock orders the lanes' writes before that use.
 * Queues are `deque`s: `append` and `popleft` are atomic. A wake-up token a lane follows every
-  submission, and a lane that wakes empties the queue, so that a token never gets lost.
+  submission, and a lane that wakes empties the queues, so that a token never gets lost.
+* Two queues: *demand* (a layer waits) is served before *committed* (a later layer will certainly
+  use it). The evaluation thread alone adds to them. `adopt` takes a layer's committed reads back
+  out of the queue, while lanes take from its front too: whoever pops a read owns it.
+* `drain` needs every lane at rest. It sends each a barrier as a wake-up token: a lane that waits at
+  the barrier can take no second one, so all of them are through with their reads when it opens.
 """
 
 from __future__ import annotations
 
 import _thread
+import contextlib
 import threading
 import time
 from collections import deque
@@ -75,6 +81,7 @@ class Read:
         need: bytes of `view` that must arrive (the file's last block may be shorter).
         inner: pages that belong to this slice alone.
         tensor, expert: whose slice it is.
+        committed: it was begun early, for a layer that will certainly use it.
     """
 
     shard: int
@@ -85,6 +92,7 @@ class Read:
     tensor: ExpertTensor
     expert: int
     ticket: Ticket
+    committed: bool = False
 
     def __str__(self) -> str:
         tensor = self.tensor
@@ -92,15 +100,17 @@ class Read:
 
 
 class Lanes:
-    """`count` threads that serve reads, oldest submission first."""
+    """`count` threads that serve reads: demand first, then oldest submission first."""
 
     def __init__(self, count: int, reader: Reader, arena: Arena) -> None:
         self._reader, self._arena = reader, arena
-        self._queue: deque[Read] = deque()
-        self._wake: SimpleQueue[bool] = SimpleQueue()
+        self._demand: deque[Read] = deque()
+        self._committed: deque[Read] = deque()
+        self._wake: SimpleQueue[threading.Barrier | bool] = SimpleQueue()
         self._ledger = threading.Lock()
         self._busy = [0.0] * count  # seconds; entry i is written by lane i alone
         self._bytes = [0] * count
+        self._early_bytes = [0] * count
         self._reads = [0] * count
         self.records: list[ReadRecord] | None = None  # where to note reads, for a trace
         self._threads = [
@@ -121,37 +131,78 @@ class Lanes:
         return sum(self._bytes)
 
     @property
+    def early_bytes(self) -> int:
+        """Those of committed reads."""
+        return sum(self._early_bytes)
+
+    @property
     def reads(self) -> int:
         return sum(self._reads)
 
-    def submit(self, reads: Sequence[Read]) -> None:
-        self._queue.extend(reads)
+    def submit(self, reads: Sequence[Read], *, committed: bool = False) -> None:
+        (self._committed if committed else self._demand).extend(reads)
         for _ in range(min(len(reads), len(self._threads))):
             self._wake.put(True)
 
-    def cancel(self) -> None:
-        """Settles everything that no lane has begun with an error; what is in flight goes on."""
+    def adopt(self, layer: int) -> list[Read]:
+        """Takes back those of the committed reads of `layer` that no lane has begun.
+
+        They are the oldest in the queue: reads are committed in the order of the layers, and each
+        layer adopts its own before the next one does.
+        """
+        adopted: list[Read] = []
         while True:
             try:
-                read = self._queue.popleft()
+                read = self._committed.popleft()
             except IndexError:
-                return
-            self._settle(read, ReadError(f"{read}: cancelled"))
+                return adopted
+            if read.tensor.layer != layer:
+                self._committed.appendleft(read)
+                return adopted
+            adopted.append(read)
+
+    def cancel(self) -> None:
+        """Settles everything that no lane has begun with an error; what is in flight goes on."""
+        for queue in (self._demand, self._committed):
+            while queue:
+                try:
+                    read = queue.popleft()
+                except IndexError:  # a lane was faster
+                    break
+                self._settle(read, ReadError(f"{read}: cancelled"))
+
+    def drain(self) -> None:
+        """Cancels what no lane has begun and returns when no lane is reading."""
+        self.cancel()
+        barrier = threading.Barrier(len(self._threads) + 1)
+        for _ in self._threads:
+            self._wake.put(barrier)
+        try:
+            barrier.wait()
+        except BaseException:  # a signal: the lanes must not wait for who does not come
+            barrier.abort()
+            raise
 
     def close(self) -> None:
+        self.drain()
         for _ in self._threads:
             self._wake.put(False)
         for thread in self._threads:
             thread.join()
 
     def _serve(self, lane: int) -> None:
-        while self._wake.get():
-            while True:
-                try:
-                    read = self._queue.popleft()
-                except IndexError:
-                    break
+        while token := self._wake.get():
+            while read := self._next():
                 self._run(lane, read)
+            if isinstance(token, threading.Barrier):
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    token.wait()
+
+    def _next(self) -> Read | None:
+        for queue in (self._demand, self._committed):
+            with contextlib.suppress(IndexError):
+                return queue.popleft()
+        return None
 
     def _run(self, lane: int, read: Read) -> None:
         error: BaseException | None = None
@@ -160,6 +211,7 @@ class Lanes:
             self._arena.provide(read.inner, read.view)
             got = self._reader.read(read.shard, read.offset, read.view, read.need)
             self._bytes[lane] += got
+            self._early_bytes[lane] += got if read.committed else 0
             self._reads[lane] += 1
         except ReadError as caught:
             error = ReadError(f"{read}: {caught}")
@@ -171,8 +223,8 @@ class Lanes:
             tensor = read.tensor
             self.records.append(
                 ReadRecord(
-                    start, end, lane, "demand", tensor.layer, read.expert, tensor.projection,
-                    read.shard, read.offset, got,
+                    start, end, lane, "committed" if read.committed else "demand", tensor.layer,
+                    read.expert, tensor.projection, read.shard, read.offset, got,
                 )
             )  # fmt: skip
         self._settle(read, error)

@@ -6,13 +6,11 @@ them). It knows layers, experts and projections; it does not know what a router 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from routeahead.errors import ReadError
 from routeahead.experts.arena import Arena
 from routeahead.experts.cache import ExpertCache
 from routeahead.experts.lanes import Lanes, Read, Ticket
@@ -27,14 +25,48 @@ class Load:
     """A layer's reads in flight: one ticket a projection.
 
     Attributes:
+        experts: what is being read.
         tickets: projection → its reads; a projection that is absent has nothing to wait for.
+        adopted: the layer's reads that were begun early.
     """
 
     layer: int
+    experts: Sequence[int]
     tickets: dict[str, Ticket] = field(default_factory=dict)
+    adopted: Load | None = None
 
     def done(self) -> bool:
-        return all(ticket.done for ticket in self.tickets.values())
+        return all(ticket.done for ticket in self.tickets.values()) and (
+            self.adopted is None or self.adopted.done()
+        )
+
+    def failed(self) -> bool:
+        return any(ticket.error for ticket in self.tickets.values())
+
+    def wait(self, projection: str | None) -> None:
+        """Blocks until the reads of `projection` (None: of all) have settled.
+
+        Raises:
+            ReadError: one of them failed.
+        """
+        for name, ticket in self.tickets.items():
+            if projection in (None, name):
+                ticket.wait()
+
+
+@dataclass
+class Prefetch:
+    """Experts read before their layer asked. Each is all of its projections.
+
+    Attributes:
+        issued: queued early, because they were absent.
+        completed: handed to their layer; the others were thrown away by a fault.
+        useful: used by it.
+    """
+
+    issued: int = 0
+    completed: int = 0
+    useful: int = 0
 
 
 class ExpertSource:
@@ -44,6 +76,8 @@ class ExpertSource:
 
     Attributes:
         stall_s: seconds the evaluation thread waited for bytes.
+        adopt_s: the part of it spent on reads that were begun early.
+        prefetch: what became of those.
     """
 
     def __init__(
@@ -62,43 +96,83 @@ class ExpertSource:
         self._layer_bytes = layout.layer_bytes()
         self.cache = ExpertCache(0, layout.bytes_by_layer())
         self.lanes = Lanes(lanes, reader, arena)
-        self._load: Load | None = None
-        self.stall_s = 0.0
+        self._order: dict[str, int] = {}
+        self._early: dict[int, Load] = {}  # by layer, from `read_early` until the layer asks
+        self.prefetch = Prefetch()
+        self.stall_s = self.adopt_s = 0.0
 
     def order_projections(self, order: Sequence[str]) -> None:
         """Reads are issued in the order in which the graph computes the projections."""
         for tensors in self._by_layer.values():
             tensors.sort(key=lambda t: order.index(t.projection) if t.projection in order else 99)
+        self._order = {projection: place for place, projection in enumerate(order)}
 
     def require(self, layer: int, experts: Sequence[int]) -> Load | None:
         """Starts reading those of the distinct `experts` that are not resident.
 
         Returns what to wait for before computing with them, or None where all are resident.
         """
-        # Nothing is in flight here, so every page is either an entry's or free.
+        # Nothing of an earlier layer is in flight here, so every page is either an entry's (early
+        # ones may still be on their way: they count as used) or free.
         self._arena.trim(max(0, self.cache.budget + self._layer_bytes - self.cache.used))
         outcome = self.cache.lookup(layer, experts)
         if outcome.victims:
-            self._arena.give(
-                [
-                    self._arena.inner(tensor.shard, *tensor.slice_of(expert))
-                    for victim_layer, expert in outcome.victims
-                    for tensor in self._by_layer[victim_layer]
-                ]
-            )
+            self._give(outcome.victims)
+        early = self._early.pop(layer, None) if self._early else None
+        if early:
+            return self._adopt(early, experts, outcome.misses)
         if not outcome.misses:
-            self._load = None
             return None
-        load = Load(layer)
-        self._load = load  # before submitting, so that `recover` finds it whatever happens here
-        reads: list[Read] = []
-        for tensor in self._by_layer[layer]:
-            ticket = load.tickets[tensor.projection] = Ticket(len(outcome.misses))
-            reads += [self._read(tensor, expert, ticket) for expert in outcome.misses]
+        load, reads = self._prepare(layer, outcome.misses)
         self.lanes.submit(reads)
         return load
 
-    def _read(self, tensor: ExpertTensor, expert: int, ticket: Ticket) -> Read:
+    def read_early(self, layer: int, experts: Sequence[int]) -> None:
+        """Reads what a later `layer` will certainly use, as far as it is not resident, and keeps
+        all of it until then. Without a cache there is nowhere to keep it, and nothing happens."""
+        if not self.cache.budget:
+            return
+        misses = self.cache.admit_early(layer, experts)
+        if misses:
+            self._early[layer], reads = self._prepare(layer, misses, committed=True)
+            self.prefetch.issued += len(misses)
+            self.lanes.submit(reads, committed=True)
+
+    def _adopt(self, early: Load, experts: Sequence[int], misses: Sequence[int]) -> Load | None:
+        """The layer has come to the reads that were begun early for it: those that no lane has
+        begun go to the front, with what else it needs; those in flight are waited for."""
+        self.prefetch.completed += len(early.experts)
+        self.prefetch.useful += len(set(early.experts).intersection(experts))
+        if early.done() and not misses and not early.failed():
+            return None
+        load, reads = self._prepare(early.layer, misses) if misses else (Load(early.layer, ()), [])
+        load.adopted = early
+        reads = self.lanes.adopt(early.layer) + reads
+        reads.sort(key=lambda read: self._order.get(read.tensor.projection, 99))
+        self.lanes.submit(reads)
+        return load
+
+    def _give(self, victims: Sequence[tuple[int, int]]) -> None:
+        """Frees the pages of (layer, expert) keys. No read of theirs is in flight: what is being
+        read is part of the batch or protected."""
+        self._arena.give(
+            [
+                self._arena.inner(tensor.shard, *tensor.slice_of(expert))
+                for layer, expert in victims
+                for tensor in self._by_layer[layer]
+            ]
+        )
+
+    def _prepare(
+        self, layer: int, experts: Sequence[int], *, committed: bool = False
+    ) -> tuple[Load, list[Read]]:
+        load, reads = Load(layer, experts), []
+        for tensor in self._by_layer[layer]:
+            ticket = load.tickets[tensor.projection] = Ticket(len(experts))
+            reads += [self._read(tensor, expert, ticket, committed) for expert in experts]
+        return load, reads
+
+    def _read(self, tensor: ExpertTensor, expert: int, ticket: Ticket, committed: bool) -> Read:
         start, end = tensor.slice_of(expert)
         offset, view = self._arena.blocks(tensor.shard, start, end)
         return Read(
@@ -110,6 +184,7 @@ class ExpertSource:
             tensor=tensor,
             expert=expert,
             ticket=ticket,
+            committed=committed,
         )
 
     def wait(self, load: Load, projection: str | None = None) -> None:
@@ -118,14 +193,22 @@ class ExpertSource:
         Raises:
             ReadError: a read failed; the layer must not be computed.
         """
-        tickets = load.tickets
-        chosen = list(tickets.values()) if projection is None else [tickets[projection]]
         start = time.perf_counter()
         try:
-            for ticket in chosen:
-                ticket.wait()
+            if load.adopted:
+                try:
+                    load.adopted.wait(projection)
+                finally:
+                    self.adopt_s += time.perf_counter() - start
+            load.wait(projection)
         finally:
             self.stall_s += time.perf_counter() - start
+
+    def release(self) -> None:
+        """The step is over, and every layer has had its experts: nothing stays protected."""
+        if self._early:  # a layer never came for its reads, which may be in flight
+            self.recover()
+        self.cache.release()
 
     def expose(self) -> None:
         """The result is void: let whatever the graph still runs read anything."""
@@ -137,16 +220,12 @@ class ExpertSource:
         A fault may have struck anywhere, between two lines of bookkeeping too, so nothing of the
         old state is trusted.
         """
-        self.lanes.cancel()
-        for ticket in self._load.tickets.values() if self._load else ():
-            with contextlib.suppress(ReadError):  # what brought us here, or a cancelled read
-                ticket.wait()
-        self._load = None
+        self.lanes.drain()
+        self._early.clear()
         self.cache.clear()
         self._arena.reset(self._tensors)
 
     def close(self) -> None:
-        self.lanes.cancel()
         self.lanes.close()
 
 

@@ -38,10 +38,18 @@ class ForcedRouting:
 
     def commit(self, routing: Routing) -> bool:
         for row, position in enumerate(routing.positions.tolist()):
-            ids = self._ids.get((position, routing.layer))
-            if ids is None:
-                raise SettingsError(
-                    f"the trace ends before position {position}: use fewer tokens or a longer trace"
-                )
-            routing.ids[row] = ids
+            routing.ids[row] = self.selection(position, routing.layer)
         return True
+
+    def selection(self, position: int, layer: int) -> npt.NDArray[np.int32]:
+        """The recorded ids (top_k,) of one token in one layer.
+
+        Raises:
+            SettingsError: nothing was recorded there.
+        """
+        ids = self._ids.get((position, layer))
+        if ids is None:
+            raise SettingsError(
+                f"the trace ends before position {position}: use fewer tokens or a longer trace"
+            )
+        return ids

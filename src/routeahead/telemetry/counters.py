@@ -3,8 +3,9 @@
 Times of a decoded token: *wall* is the time inside llama_decode. *stall* is the evaluation thread
 waiting for bytes, whatever it waits for; *adoption* is the part of it spent waiting for reads
 that were begun early. *management* is its bookkeeping: lookups, evictions,
-issuing reads. *compute* is what is left. *io* is the time that lanes spend in reads; lanes work
-beside compute and beside each other, so it does not add up with the rest. Bytes are physical:
+issuing reads, and under route-ahead predicting inline or waiting for a worker's prediction.
+*compute* is what is left. *io* is the time that lanes spend in reads; lanes work beside compute and
+beside each other, so it does not add up with the rest. Bytes are physical:
 whole blocks as read from the file.
 """
 

@@ -1,0 +1,106 @@
+"""Who computes predictions: the evaluation thread itself, or a worker beside it.
+
+Hand-overs between threads (worker only):
+
+* `Prediction`: the evaluation thread makes it, with a copy of the hidden row, and from `submit` on
+  only reads `done` and sets `void`. The worker writes `ids` or `error`, then `done`, then releases
+  the prediction's lock; who finds `done`, or has acquired the lock in `wait`, may read the rest.
+* `void` goes the other way: the evaluation thread sets it when nobody wants the prediction any
+  more. The worker may see it too late and compute for nothing, which does no harm: a prediction
+  carries the serial number of its step.
+* A gate has buffers of its own and is used by one thread: the worker's, or the evaluation's.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+
+Row = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int32]
+Rank = Callable[[int, Row], Ids]
+
+
+class Prediction:
+    """The ranking for one layer of one step, to be computed.
+
+    Attributes:
+        serial: number of the decode step.
+        index: of the layer it is for, among the MoE layers.
+        ids: int32 (top_k,), best first, once `done`.
+        error: what went wrong instead.
+        cpu_s: CPU time it took.
+        router: what the layer's own router chose on the same row, for the watchdog to compare;
+            None where this is a prediction indeed.
+    """
+
+    __slots__ = (
+        "_settled", "cpu_s", "done", "error", "ids", "index", "router", "row", "serial", "void",
+    )  # fmt: skip
+
+    def __init__(self, serial: int, index: int, row: Row, router: Ids | None = None) -> None:
+        self.serial, self.index, self.row, self.router = serial, index, row, router
+        self.ids: Ids | None = None
+        self.error: BaseException | None = None
+        self.cpu_s = 0.0
+        self.done = self.void = False
+        self._settled = _thread.allocate_lock()
+        self._settled.acquire()
+
+    def run(self, rank: Rank) -> None:
+        start = time.thread_time()
+        try:
+            if not self.void:
+                self.ids = rank(self.index, self.row)
+        except BaseException as error:  # raised where the prediction is collected
+            self.error = error
+        self.cpu_s = time.thread_time() - start
+        self.done = True
+        self._settled.release()
+
+    def wait(self) -> None:
+        with self._settled:
+            pass
+
+
+class Inline:
+    """Computes at once."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def submit(self, prediction: Prediction) -> Prediction:
+        prediction.run(self._rank)
+        return prediction
+
+    def close(self) -> None:
+        pass
+
+
+class Worker:
+    """Computes on a thread of its own, in the order asked."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._asked: SimpleQueue[Prediction | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="predictor", daemon=True)
+        self._thread.start()
+
+    def submit(self, prediction: Prediction) -> Prediction:
+        prediction.row = prediction.row.copy()  # the graph goes on and reuses the memory
+        self._asked.put(prediction)
+        return prediction
+
+    def close(self) -> None:
+        self._asked.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while prediction := self._asked.get():
+            prediction.run(self._rank)

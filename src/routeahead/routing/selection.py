@@ -1,0 +1,93 @@
+"""The rule by which a model chooses experts from its router's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Activation = Literal["none", "softmax", "sigmoid", "sqrt_softplus"]
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SelectionRule:
+    """Logits of one row → the experts that the model's graph would choose.
+
+    Follows llama.cpp's `build_moe_ffn`: gate bias, activation, selection bias (DeepSeek-V3's
+    `exp_probs_b`), then, with groups, only the best groups compete, a group being worth the sum of
+    its two best scores.
+
+    Attributes:
+        top_k: experts chosen.
+        gate_bias: float32 (n_expert,), added to the logits; None: no bias.
+        selection_bias: float32 (n_expert,), sways the selection and not the weights; None: no bias.
+        groups: number of groups of equal size; 0: experts compete with all others.
+        groups_used: groups that stay in the race.
+    """
+
+    top_k: int
+    activation: Activation
+    gate_bias: Floats | None = None
+    selection_bias: Floats | None = None
+    groups: int = 0
+    groups_used: int = 0
+
+    def select(self, logits: Floats) -> npt.NDArray[np.int32]:
+        """Ids int32 (top_k,) in descending order of selection score; the lower id first where two
+        are equal (the graph's own order of equals is unspecified)."""
+        scores = self.scores(logits)
+        order: npt.NDArray[np.intp] = np.argsort(-scores, kind="stable")
+        return order[: self.top_k].astype(np.int32)
+
+    def scores(self, logits: Floats) -> Floats:
+        """Numbers (n_expert,) by which the experts rank; -inf for those out of the race.
+
+        They are the graph's selection scores, except that an activation which leaves the order as
+        it is (all of them do) is left out where nothing is added to its result.
+        """
+        if self.gate_bias is not None:
+            logits = logits + self.gate_bias
+        if self.selection_bias is None and not self.groups:
+            return logits
+        scores = _ACTIVATE[self.activation](logits)
+        if self.selection_bias is not None:
+            scores = scores + self.selection_bias
+        return self._masked(scores) if self.groups else scores
+
+    def _masked(self, scores: Floats) -> Floats:
+        grouped = scores.reshape(self.groups, -1)
+        worth = np.sort(grouped, axis=1)[:, -2:].sum(axis=1)
+        losers = np.argsort(-worth, kind="stable")[self.groups_used :]
+        masked: Floats = grouped.copy()
+        masked[losers] = -np.inf
+        return masked.reshape(-1)
+
+
+def _softmax(logits: Floats) -> Floats:
+    powers: Floats = np.exp(logits - logits.max())
+    scores: Floats = powers / powers.sum()
+    return scores
+
+
+def _sigmoid(logits: Floats) -> Floats:
+    with np.errstate(over="ignore"):  # exp of a very negative logit: the score is 0 then
+        scores: Floats = np.float32(1) / (np.float32(1) + np.exp(-logits))
+    return scores
+
+
+def _sqrt_softplus(logits: Floats) -> Floats:
+    scores: Floats = np.sqrt(np.logaddexp(np.float32(0), logits))
+    return scores
+
+
+_ACTIVATE: dict[Activation, Callable[[Floats], Floats]] = {
+    "none": lambda logits: logits,
+    "softmax": _softmax,
+    "sigmoid": _sigmoid,
+    "sqrt_softplus": _sqrt_softplus,
+}
