@@ -18,9 +18,9 @@ from routeahead.evaluation.bench import Bench, Plan, Run
 from routeahead.evaluation.bench_summary import COMPARED, SPEED, CellSummary, figures, summarise
 from routeahead.evaluation.cells import CellList, parse_cell, read_cells
 from routeahead.evaluation.statistics import LEAST_PAIRS, Ratio, Spread
-from routeahead.evaluation.work import write_json
 from routeahead.experts.layout import MIB
 from routeahead.models import DEFAULT_MODEL
+from routeahead.telemetry.json_file import write_json
 
 # A table is never squeezed into less when its lines go to a file.
 _FILE_WIDTH = 160

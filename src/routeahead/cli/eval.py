@@ -22,9 +22,9 @@ from routeahead.errors import SettingsError
 from routeahead.evaluation.evaluate import DEFAULT_TOKENS, Evaluation, Request, Setting
 from routeahead.evaluation.plot import check_plot, plot
 from routeahead.evaluation.summary import Summary
-from routeahead.evaluation.work import write_json
 from routeahead.experts.layout import MIB
 from routeahead.models import DEFAULT_MODEL
+from routeahead.telemetry.json_file import write_json
 
 
 def evaluate(

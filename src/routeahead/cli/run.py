@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from routeahead.engine.llama import Llama, physical_cores
 from routeahead.errors import SettingsError
 from routeahead.models import DEFAULT_MODEL
 from routeahead.telemetry.counters import Totals
+from routeahead.telemetry.json_file import write_json
 from routeahead.telemetry.recorder import NOTHING, Outputs
 
 DEFAULT_CONTEXT = 4096
@@ -108,7 +108,7 @@ def run(
             generation.interrupted = True
         finally:
             if report:
-                _write(report, generation.as_dict())
+                write_json(report, generation.as_dict())
         for line in reports.lines(llm, generation.figures()):
             print(line, file=sys.stderr)
         if generation.interrupted:
@@ -241,10 +241,3 @@ def _check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise SettingsError(f"{path}: cannot write the report: {error.strerror}") from None
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """Written beside and renamed, so that no half of a report is ever found."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)

@@ -1,0 +1,24 @@
+"""JSON files that are whole or not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from routeahead.errors import SettingsError
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes beside `path` and renames. What JSON has no type for (paths) becomes its text.
+
+    Raises:
+        SettingsError: the file cannot be written.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        text = json.dumps(content, indent=1, default=str)
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot write it: {error.strerror}") from None
