@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import pytest
 from reference import Logits, Resident
 
 from routeahead import Llama
+
+# A shell ignores SIGINT for what it starts in the background, and children inherit that; the tests
+# that interrupt a run need it to arrive.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CONTEXT = 256
 THREADS = 1  # the fixtures are too small to gain from a second one

@@ -64,6 +64,34 @@ def test_streamed_run_equals_resident_run(tmp_path: Path) -> None:
         assert counters[key] > 0
 
 
+def test_route_ahead_reports_what_it_did(tmp_path: Path) -> None:
+    arguments = ("-p", "Once upon a time", "-n", 24, "--cache-mb", 2, "--force-cache")
+    report, summary = run_with_report(tmp_path, *arguments, "--route-ahead", 2)
+    facts, prefetch = report["route_ahead"], report["prefetch"]
+    decoded, layers = 23, 6
+    assert facts["depth"] == 2 and facts["committed"] == decoded * (layers - 2)
+    assert facts["committed"] + sum(facts["by_reason"].values()) == (decoded + 1) * layers
+    assert facts["passed_through"] == 0 and facts["disarmed"] == ""
+    assert facts["slots"] == 4 * facts["committed"] > facts["agreed_slots"] > 0
+    assert prefetch["source"] == "route-ahead" and prefetch["bytes"] > 0
+    assert prefetch["issued"] == prefetch["completed"] == prefetch["useful"] > 0
+    for name in ("gemv", "issue", "watchdog"):
+        assert facts[f"{name}_ms_per_tok"] > 0
+    assert facts["wait_ms_per_tok"] == 0 <= facts["adopt_ms_per_tok"]
+    agreed = facts["agreed_slots"] / facts["slots"]
+    useful = prefetch["useful"]
+    for line in (
+        f"moe-route-ahead: 2 layers early — {facts['committed']} routings committed, 0 passed "
+        f"through; committed selection agreed with the router on {agreed:.1%} of slots",
+        f"MiB ahead, {useful}/{useful} experts useful (100.0%) [route-ahead]",
+        "ra_gemv_ms/tok",
+        "ra_issue_ms/tok",
+    ):
+        assert line in summary
+    plain, _ = run_with_report(tmp_path, *arguments)
+    assert "route_ahead" not in plain and "prefetch" not in plain
+
+
 def test_text_goes_to_stdout_alone() -> None:
     done = routeahead("run", "-p", "Once", "-n", 8, "-t", 1)
     assert done.returncode == 0 and len(done.stdout.strip()) == 8
@@ -173,6 +201,9 @@ def test_unusable_file(
         (("--io-threads", "0"), ("io_threads is 0",)),
         (("--force-cache",), ("force_cache",)),
         (("--n-expert-used", "99"), ("n_expert_used is 99: the model has 16",)),
+        (("--route-ahead", "-1"), ("route_ahead is -1",)),
+        (("--resident", "--route-ahead", "1"), ("resident streams nothing",)),
+        (("--gate-precision", "f8"), ("gate_precision is 'f8'", "'int8'")),
         (("--throttle-latency-ms", "3"), ("needs throttle",)),
         (("--report", "/nowhere/report.json"), ("cannot write the report",)),
         (("--csv", "/nowhere/steps.csv"), ("cannot be written",)),

@@ -265,6 +265,22 @@ def test_fault_inside_of_route_ahead(
     np.testing.assert_array_equal(evaluate(llm, batches), expected)
 
 
+def test_nothing_grows_over_many_generations(load: Load) -> None:
+    """Addresses included: early reads take their pages from the free ones, not always new ones."""
+    llm = with_budget(load, "qwen3moe", 0.25, route_ahead=2)
+    source, rng = llm.source, random.Random(1)
+    assert source and llm.streamed and llm.route_ahead
+    arena, taken = llm.streamed.arena, []
+    for generation in range(150):
+        batches = token_batches(generation, prompt=3, decode=4)
+        evaluate(llm, batches[: rng.randrange(1, 6)])
+        assert source.cache.protected == 0 and not source._early and not llm.route_ahead._fresh
+        taken.append(arena._bump)
+    # The most that was ever in use at once may still rise a little: by less than a token's experts.
+    assert len(arena._chunks) == 1 and taken[-1] - taken[50] < llm.layout.token_bytes() // 4
+    assert source.prefetch.issued == source.prefetch.useful > 1000
+
+
 def test_closing_in_the_middle_of_reads(load: Load) -> None:
     """Nothing hangs and nothing is left when a model with early reads under way is closed."""
     llm = with_budget(load, "qwen3moe", 0.2, route_ahead=2, route_ahead_compute="worker")
