@@ -241,5 +241,19 @@ def test_interrupt_still_writes_the_report(tmp_path: Path) -> None:
     assert written["interrupted"] and 2 <= len(written["tokens"]) <= 5
 
 
+@pytest.mark.parametrize("more", ["", ", route_ahead=1, route_ahead_compute='worker'"])
+def test_a_model_that_nobody_closes_does_not_keep_the_process(tmp_path: Path, more: str) -> None:
+    trace = tmp_path / "io.csv"
+    code = (
+        "from pathlib import Path; from routeahead import Llama; "
+        "from routeahead.models import DEFAULT_MODEL; "
+        "from routeahead.telemetry.recorder import Outputs; "
+        f"llm = Llama(DEFAULT_MODEL, n_ctx=64, outputs=Outputs(io_trace=Path('{trace}')){more}); "
+        "llm.eval([5])"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert len(trace.read_text().splitlines()) > 10  # written to the end
+
+
 def test_default_model_is_small() -> None:
     assert DEFAULT_MODEL.stat().st_size < 32 << 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -79,6 +80,9 @@ class StreamedModel:
         self._reader = wrap_reader(reader) if wrap_reader else reader
         self._closers = contextlib.ExitStack()
         self._closers.callback(self._reader.close)
+        # Also runs before the interpreter exits: later, threads no longer run, and a model that
+        # nobody closed would wait for its lanes for ever.
+        self._finalizer = weakref.finalize(self, self._closers.close)
 
     def inject_model(self, params: Any) -> None:
         self._placement.inject(params)
@@ -181,7 +185,7 @@ class StreamedModel:
 
     def close(self) -> None:
         """Stops the lanes. The arena stays mapped as long as this object lives."""
-        self._closers.close()
+        self._finalizer()
 
 
 def _versions() -> dict[str, str]:

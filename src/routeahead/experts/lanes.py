@@ -26,12 +26,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from routeahead.errors import ReadError
 from routeahead.experts.arena import Arena, Pages
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.reader import Reader
-from routeahead.telemetry.io_trace import ReadRecord
 
 
 class Ticket:
@@ -97,6 +97,21 @@ class Read:
     def __str__(self) -> str:
         tensor = self.tensor
         return f"layer {tensor.layer} expert {self.expert} ({tensor.projection})"
+
+
+class ReadRecord(NamedTuple):
+    """What a lane notes of a read, for a trace. Times from `time.perf_counter`."""
+
+    begin: float
+    end: float
+    lane: int
+    kind: str
+    layer: int
+    expert: int
+    projection: str
+    shard: int
+    offset: int
+    nbytes: int
 
 
 class Lanes:

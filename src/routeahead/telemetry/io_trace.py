@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from routeahead.errors import ModelError
+from routeahead.experts.lanes import ReadRecord
 from routeahead.telemetry.counters import Phase
 from routeahead.telemetry.table import open_table
 
@@ -29,21 +30,6 @@ COLUMNS: Mapping[str, str] = {
     "bytes": "int64",
     "latency_s": "float64",
 }
-
-
-class ReadRecord(NamedTuple):
-    """What a lane notes of a read. Times from `time.perf_counter`."""
-
-    begin: float
-    end: float
-    lane: int
-    kind: str
-    layer: int
-    expert: int
-    projection: str
-    shard: int
-    offset: int
-    nbytes: int
 
 
 class IoTrace:
