@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 Phase = Literal["prefill", "decode"]
@@ -70,7 +71,17 @@ class Counters:
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident size of this process so far."""
+    """Largest resident size of this process so far.
+
+    getrusage's figure would include that of the process that started this one: what a fork held
+    before it became this program counts there.
+    """
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # no Linux
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
