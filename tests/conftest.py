@@ -46,6 +46,12 @@ def evaluate(llm: Llama, batches: Sequence[Sequence[int]]) -> Logits:
     return np.stack(rows)
 
 
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    names = lines[0].split(",")
+    return [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
+
+
 class Library:
     """Fixture models by name (and number of shards), with their resident logits."""
 

@@ -170,6 +170,24 @@ def without_experts(tmp_path: Path, library: Library) -> Path:
     return path
 
 
+def with_value(key: str, value: int) -> Callable[[Path, Library], Path]:
+    """A model of which one count is another."""
+
+    def make(tmp_path: Path, library: Library) -> Path:
+        path = tmp_path / "counts.gguf"
+        path.write_bytes(library.path("qwen3moe").read_bytes())
+        field = gguf.GGUFReader(path, "r+").fields[f"qwen3moe.{key}"]
+        field.parts[field.data[0]][0] = value
+        return path
+
+    return make
+
+
+def pipe(tmp_path: Path, library: Library) -> Path:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    return tmp_path / "pipe.gguf"
+
+
 FILES: list[tuple[Callable[[Path, Library], Path], tuple[str, ...]]] = [
     (broken_magic, ("not a GGUF file",)),
     (truncated_data, ("truncated", "download it again")),
@@ -177,6 +195,13 @@ FILES: list[tuple[Callable[[Path, Library], Path], tuple[str, ...]]] = [
     (missing_shard, ("shard missing", "-00002-of-00004")),
     (renamed_shard, ("one of 4 shards",)),
     (without_experts, ("nothing to", "--resident runs it")),
+    (with_value("expert_used_count", 0), ("expert_used_count is 0",)),
+    (with_value("expert_used_count", 17), ("expert_used_count is 17", "16 experts")),
+    (with_value("expert_count", 0), ("expert_count is 0",)),
+    (with_value("expert_count", 1000000), ("expert_count is 1000000",)),
+    (with_value("block_count", 0), ("block_count is 0",)),
+    (with_value("block_count", 1 << 20), ("block_count is 1048576",)),
+    (pipe, ("no regular file",)),
     (lambda tmp, _: tmp, ("is a folder",)),
     (lambda tmp, _: tmp / "absent.gguf", ("No such file",)),
 ]
@@ -211,6 +236,12 @@ def test_unusable_file(
         (("--forced-tokens", "seed:x"), ("seed:NUMBER",)),
         (("--replay-routing", "/nowhere/trace.csv"), ("/nowhere/trace.csv",)),
         (("--prompt-file", "x"), ("not both",)),
+        (("--report", str(DEFAULT_MODEL)), ("is a file of the model",)),
+        (("--csv", "/tmp/one.csv", "--io-trace", "/tmp/../tmp/one.csv"), ("written already",)),
+        (("--resident", "--csv", "steps.csv"), ("record streaming",)),
+        (("--throttle", "nan"), ("cannot be negative",)),
+        (("--forced-tokens", "/dev/null"), ("no token ids",)),
+        (("--csv", "/dev/full", "-n", "400"), ("No space left",)),
     ],
 )
 def test_contradictory_arguments(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
@@ -219,6 +250,22 @@ def test_contradictory_arguments(arguments: tuple[str, ...], words: tuple[str, .
 
 def test_prompt_longer_than_context() -> None:
     assert_one_line_error(routeahead("run", "-p", "x" * 300, "-c", 256), "the prompt has", "256")
+
+
+def test_reports_follow_links_and_devices(tmp_path: Path) -> None:
+    target, link = tmp_path / "real.json", tmp_path / "link.json"
+    target.write_text("{}")
+    link.symlink_to(target)
+    done = routeahead("run", "-p", "Once", "-n", 2, "-t", 1, "--report", link)
+    assert done.returncode == 0 and link.is_symlink()
+    assert len(json.loads(target.read_text())["tokens"]) == 2
+    done = routeahead("run", "-p", "Once", "-n", 2, "-t", 1, "--report", "/dev/stdout")
+    assert done.returncode == 0 and '"prompt_tokens"' in done.stdout
+
+
+def test_bytes_that_are_no_text_are_a_prompt_too() -> None:
+    done = routeahead("run", "-p", os.fsdecode(b"\xff\xfe"), "-n", 2, "-t", 1)
+    assert done.returncode == 0, done.stderr
 
 
 def test_interrupt_still_writes_the_report(tmp_path: Path) -> None:

@@ -7,14 +7,16 @@ it did what its name says.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import models
 import numpy as np
 import pytest
-from conftest import PROMPTS, Library, evaluate
+from conftest import PROMPTS, Library, csv_rows, evaluate
 from readers import Delayed
 
 from routeahead import Llama
+from routeahead.telemetry.recorder import Outputs
 
 MODELS = [*models.FIXTURES, *models.QUANTS]
 DECODED = sum(len(batches) - 1 for batches in PROMPTS)
@@ -107,6 +109,26 @@ def test_a_missing_wait_is_seen(
     monkeypatch.setattr(source, "wait", forgetful)
     with pytest.raises(AssertionError):
         assert_same(llm, library, "qwen3moe")
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "mixed", "gemma4"])
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+def test_prompts_longer_than_a_ubatch(
+    load: Load, library: Library, tmp_path: Path, name: str, traced: bool
+) -> None:
+    """All ubatches but the last give no output, so their last layer routes no row at all."""
+    trace = tmp_path / "route.csv"
+    outputs = Outputs(route_trace=trace) if traced else Outputs()
+    llm = load(name, cache_mb=0, n_ubatch=4, outputs=outputs)
+    resident = load(name, resident=True, n_ubatch=4)
+    for batches in PROMPTS:
+        np.testing.assert_array_equal(evaluate(llm, batches), evaluate(resident, batches))
+    llm.close()
+    if traced:
+        longest = max(len(batches[0]) + len(batches) - 1 for batches in PROMPTS)
+        for layer in llm.layout.moe_layers[:-1]:
+            steps = {int(r["step"]) for r in csv_rows(trace) if int(r["layer"]) == layer}
+            assert steps == set(range(longest))
 
 
 def test_chat_completion_streams_and_equals_resident(load: Load, library: Library) -> None:

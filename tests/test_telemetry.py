@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import PROMPTS, Library, evaluate, token_batches
+from conftest import PROMPTS, Library, csv_rows, evaluate, token_batches
 from reference import Resident
 
 from routeahead import Llama, SettingsError
@@ -20,12 +20,6 @@ from routeahead.telemetry.recorder import Outputs
 from routeahead.telemetry.route_trace import read_trace
 
 Load = Callable[..., Llama]
-
-
-def csv_rows(path: Path) -> list[dict[str, str]]:
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    names = lines[0].split(",")
-    return [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

@@ -80,7 +80,7 @@ class Settings:
             raise SettingsError(f"dense is {self.dense!r}: give 'anon' or 'mmap'")
         if self.n_expert_used is not None and self.n_expert_used < 1:
             raise SettingsError(f"n_expert_used is {self.n_expert_used}: give at least 1")
-        if self.throttle < 0 or self.throttle_latency_ms < 0:
+        if not (self.throttle >= 0 and self.throttle_latency_ms >= 0):
             raise SettingsError("throttle and throttle_latency_ms cannot be negative")
         if self.throttle_latency_ms and not self.throttle:
             raise SettingsError("throttle_latency_ms needs throttle (MiB/s) beside it")

@@ -27,7 +27,7 @@ app.command("eval")(eval.evaluate)
 app.command()(replay.replay)
 app.command()(io_report.io_report)
 
-_errors = Console(stderr=True, soft_wrap=True, highlight=False)
+_errors = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
 
 def _version(show: bool) -> None:
@@ -59,7 +59,7 @@ def main() -> None:
     sys.unraisablehook = _quiet_interrupt
     try:
         app()
-    except RouteAheadError as error:
+    except (RouteAheadError, OSError) as error:  # an OSError: a disk that is full, a closed pipe
         _errors.print("[red]routeahead:[/]", end=" ")
         _errors.print(str(error), markup=False)
         sys.exit(1)

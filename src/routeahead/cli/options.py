@@ -169,6 +169,8 @@ def forced_tokens(text: str, count: int, n_vocab: int) -> list[int]:
         tokens = [int(word) for word in Path(text).read_text().split()]
     except (OSError, ValueError) as error:
         raise SettingsError(f"--forced-tokens {text}: cannot read token ids: {error}") from None
+    if not tokens:
+        raise SettingsError(f"--forced-tokens {text}: no token ids in it")
     strange = [t for t in tokens if not 0 <= t < n_vocab]
     if strange:
         raise SettingsError(f"--forced-tokens {text}: {strange[0]} is not one of {n_vocab} ids")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from routeahead.cli import report as reports
 from routeahead.config import Settings
 from routeahead.engine.llama import Llama, physical_cores
 from routeahead.errors import SettingsError
+from routeahead.experts.layout import shard_paths
 from routeahead.models import DEFAULT_MODEL
 from routeahead.telemetry.counters import Totals
 from routeahead.telemetry.json_file import write_json
@@ -42,12 +44,16 @@ def run(
     n: Annotated[int, typer.Option("-n", min=0, help="Tokens to generate at most.")] = 256,
     threads: Annotated[
         int | None,
-        typer.Option("-t", min=1, help="Compute threads.", show_default="physical cores"),
+        typer.Option("-t", min=1, max=512, help="Compute threads.", show_default="physical cores"),
     ] = None,
     context: Annotated[
         int | None,
         typer.Option(
-            "-c", min=8, help="Context in tokens.", show_default="4096, or the model's if smaller"
+            "-c",
+            min=8,
+            max=1 << 30,
+            help="Context in tokens.",
+            show_default="4096, or the model's if smaller",
         ),
     ] = None,
     temp: Annotated[float, typer.Option(min=0, help="Temperature; 0 decodes greedily.")] = 0.0,
@@ -75,6 +81,7 @@ def run(
 ) -> None:
     """Generate text; the text goes to stdout, a summary of the run to stderr."""
     text = _prompt(prompt, prompt_file)
+    _check_apart(model, [path for path in (report, csv, io_trace, route_trace) if path])
     if report:
         _check_writable(report)
     settings = options.streaming(
@@ -157,12 +164,14 @@ class Generation:
     ) -> None:
         """With `forced` tokens, each is evaluated as if it had been sampled."""
         self._llm, self._temp, self._forced = llm, temp, forced
-        self.prompt_tokens = llm.tokenize(prompt.encode(), add_bos=True, special=True)
+        self.prompt_tokens = llm.tokenize(os.fsencode(prompt), add_bos=True, special=True)
         if not self.prompt_tokens and forced:
             self.prompt_tokens = forced[:1]
         if not self.prompt_tokens:
             raise SettingsError("the prompt is empty: give one with -p or --prompt-file")
-        self._limit = min(n, llm.n_ctx() - len(self.prompt_tokens))
+        self._limit = min(n, llm.room - len(self.prompt_tokens))
+        if forced and self._limit < 1:
+            raise SettingsError(f"the prompt leaves no room in a context of {llm.room}: raise -c")
         self.tokens: list[int] = []
         self.text = ""
         self.interrupted = False
@@ -234,10 +243,24 @@ def _prompt(prompt: str, prompt_file: Path | None) -> str:
         raise SettingsError(f"{prompt_file}: cannot read the prompt: {error}") from None
 
 
+def _check_apart(model: Path, outputs: list[Path]) -> None:
+    """What a run writes must be neither the model nor what else it writes."""
+    taken = {shard.resolve(): "a file of the model" for shard in shard_paths(model)}
+    for path in outputs:
+        place = path.resolve()
+        if place in taken:
+            raise SettingsError(f"{path}: is {taken[place]}: write to another file")
+        if not place.is_char_device():
+            taken[place] = "written already"
+
+
 def _check_writable(path: Path) -> None:
     """A report that cannot be written is refused before the run, not after it."""
+    there = path.exists()
     try:
         with path.open("a"):
             pass
+        if not there:
+            path.unlink()
     except OSError as error:
         raise SettingsError(f"{path}: cannot write the report: {error.strerror}") from None

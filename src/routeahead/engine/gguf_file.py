@@ -21,6 +21,7 @@ from routeahead.experts.layout import (
 )
 
 MAGIC = b"GGUF"
+_MAX_BLOCKS = 512  # llama.cpp's LLAMA_MAX_LAYERS
 
 # gguf_type → the accessor of a scalar of that type. Arrays are left out: streaming needs none.
 _SCALARS = {
@@ -48,13 +49,35 @@ def read_layout(path: str | os.PathLike[str]) -> ModelLayout:
         metadata = values if index == 0 else metadata
     _check_split_count(first, metadata, len(shards))
     check_extent(shards, tensors)
-    return ModelLayout(shards, tensors, metadata)
+    layout = ModelLayout(shards, tensors, metadata)
+    if layout.experts:
+        _check_counts(first, layout)
+    return layout
+
+
+def _check_counts(path: Path, layout: ModelLayout) -> None:
+    """Counts that llama.cpp asserts, which would end the process. Lists by layer are left to it."""
+    used, count, blocks = map(layout.value, ("expert_used_count", "expert_count", "block_count"))
+    last = layout.moe_layers[-1]
+    checks = [
+        ("expert_count", count, count is None or count == layout.n_expert),
+        ("expert_used_count", used, used is None or used in range(1, layout.n_expert + 1)),
+        ("block_count", blocks, blocks is None or blocks in range(last + 1, _MAX_BLOCKS + 1)),
+    ]
+    for key, value, right in checks:
+        if not right:
+            raise ModelError(
+                f"{path}: {layout.arch}.{key} is {value}, which does not fit its tensors "
+                f"({layout.n_expert} experts, last expert layer {last}); download it again"
+            )
 
 
 def _check_readable(path: Path) -> None:
     try:
         if path.is_dir():
             raise ModelError(f"{path}: is a folder; give the GGUF file in it")
+        if path.exists() and not path.is_file():
+            raise ModelError(f"{path}: is no regular file; give a GGUF file on a disk")
         with path.open("rb") as file:
             magic = file.read(4)
     except OSError as error:
@@ -85,7 +108,7 @@ def _read_shard(path: Path, shard: int) -> tuple[dict[str, Any], list[TensorInfo
             accessor = _SCALARS.get(base.gguf_get_kv_type(context, key))
             if accessor:
                 value = getattr(base, f"gguf_get_val_{accessor}")(context, key)
-                name = base.gguf_get_key(context, key).decode()
+                name = base.gguf_get_key(context, key).decode(errors="replace")
                 metadata[name] = value.decode(errors="replace") if accessor == "str" else value
         start = base.gguf_get_data_offset(context)
         count = base.gguf_get_n_tensors(context)
@@ -100,7 +123,7 @@ def _tensor(context: int, index: int, shard: int, data_start: int) -> TensorInfo
     while len(dims) > 1 and dims[-1] == 1:
         dims.pop()
     return TensorInfo(
-        name=base.gguf_get_tensor_name(context, index).decode(),
+        name=base.gguf_get_tensor_name(context, index).decode(errors="replace"),
         quant=ggml.type_name(base.gguf_get_tensor_type(context, index)),
         shape=tuple(dims),
         shard=shard,

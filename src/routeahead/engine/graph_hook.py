@@ -175,6 +175,8 @@ class GraphHook:
 def _weights(tensor: ggml.Tensor) -> npt.NDArray[np.float32]:
     """A float32 tensor of ggml shape (1, top-k, rows), as a copy (rows, top-k)."""
     slots, rows, slot_stride, row_stride = tensor.ne[1], tensor.ne[2], tensor.nb[1], tensor.nb[2]
+    if not rows:
+        return np.empty((0, slots), np.float32)
     length = row_stride * (rows - 1) + slot_stride * (slots - 1) + 4
     memory: Any = (ctypes.c_char * length).from_address(tensor.data)
     strides = (row_stride, slot_stride)
@@ -184,8 +186,10 @@ def _weights(tensor: ggml.Tensor) -> npt.NDArray[np.float32]:
 
 def _matrix(tensor: ggml.Tensor) -> npt.NDArray[np.int32]:
     """An int32 tensor of up to two dimensions, in place. Rows may lie apart: the top-k is a view
-    of the argsort."""
+    of the argsort. There are none where the last layer of a ubatch has no output to give."""
     columns, rows, stride = tensor.ne[0], tensor.ne[1], tensor.nb[1]
+    if not rows:
+        return np.empty((0, columns), np.int32)
     memory: Any = (ctypes.c_char * (stride * (rows - 1) + 4 * columns)).from_address(tensor.data)
     ids: npt.NDArray[np.int32] = np.ndarray((rows, columns), np.int32, memory, strides=(stride, 4))
     return ids

@@ -78,6 +78,8 @@ class Llama(llama_cpp.Llama):
         trained = self.layout.value("context_length")
         if cap_context and trained:
             llama["n_ctx"] = min(llama["n_ctx"], int(trained))
+        if self.settings.resident and outputs != NOTHING:
+            raise SettingsError("csv, io_trace and route_trace record streaming: not with resident")
         if not self.settings.resident:
             self._prepare(wrap_reader, poison, outputs)
         try:
@@ -149,9 +151,11 @@ class Llama(llama_cpp.Llama):
         try:
             with native_log.errors() as reasons:
                 super().__init__(path, **llama)
-        except (ValueError, RuntimeError) as error:
+        except BaseException as error:
             if self.streamed:
                 self.streamed.abandon()
+            if not isinstance(error, (ValueError, RuntimeError)):
+                raise
             reason = reasons[0] if reasons else error
             raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error
         if self.streamed:
@@ -170,9 +174,9 @@ class Llama(llama_cpp.Llama):
         Raises:
             SettingsError: the prompt does not fit in the context.
         """
-        if len(tokens) >= self.n_ctx():
+        if len(tokens) >= self.room:
             raise SettingsError(
-                f"the prompt has {len(tokens)} tokens and the context {self.n_ctx()}: "
+                f"the prompt has {len(tokens)} tokens and the context {self.room}: "
                 "shorten the prompt or raise n_ctx (-c)"
             )
         inner = super().generate(tokens, *args, **kwargs)
@@ -249,6 +253,11 @@ class Llama(llama_cpp.Llama):
     def direct_io(self) -> bool:
         """Whether experts are read past the page cache."""
         return bool(self.streamed and self.streamed.direct_io)
+
+    @property
+    def room(self) -> int:
+        """Tokens that fit in the context: llama.cpp rounds it up, llama-cpp-python does not."""
+        return min(self.n_ctx(), len(self.input_ids))
 
     @property
     def stops(self) -> int:

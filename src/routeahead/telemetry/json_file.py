@@ -12,13 +12,19 @@ from routeahead.errors import SettingsError
 def write_json(path: Path, content: Any) -> None:
     """Writes beside `path` and renames. What JSON has no type for (paths) becomes its text.
 
+    A link keeps pointing where it does, and what is no file (/dev/stdout) is written to.
+
     Raises:
         SettingsError: the file cannot be written.
     """
-    temporary = path.with_name(path.name + ".tmp")
+    text = json.dumps(content, indent=1, default=str) + "\n"
     try:
-        text = json.dumps(content, indent=1, default=str)
-        temporary.write_text(text + "\n", encoding="utf-8")
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        path = path.resolve()
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         raise SettingsError(f"{path}: cannot write it: {error.strerror}") from None
