@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint test-slow bench-model bench clean
+.PHONY: demo test lint test-slow clean
 
 # llama-cpp-python is compiled here (a C++ compiler and CMake are needed, a few minutes the first time).
 $(VENV)/installed: pyproject.toml

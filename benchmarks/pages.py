@@ -12,9 +12,14 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 
 from routeahead.experts import arena
 from routeahead.experts.arena import Pages, Reservation
+from routeahead.experts.layout import Shard
+
+Place = Callable[[int, int], memoryview]  # (number of the read, offset) → where it goes
 
 SLICE = 216 * 4096
 HELD, READS, ROUNDS = 200, 600, 3
@@ -32,16 +37,16 @@ def slots(*, huge: bool) -> list[memoryview]:
     return [memory.view[i * SLICE : (i + 1) * SLICE] for i in range(HELD)]
 
 
-def reused(buffers: list[memoryview]):  # type: ignore[no-untyped-def]
+def reused(buffers: list[memoryview]) -> Place:
     def place(number: int, _offset: int) -> memoryview:
         return buffers[number % HELD]
 
     return place
 
 
-def in_place(size: int, *, recycle: bool):  # type: ignore[no-untyped-def]
+def in_place(path: str, size: int, *, recycle: bool) -> Place:
     """At the file's own offset, as the arena does; the oldest of HELD slices makes room."""
-    area = arena.Arena([arena.Shard(path=None, size=size)])  # type: ignore[arg-type]
+    area = arena.Arena([Shard(Path(path), size)])
     area.recycling = recycle
     held: deque[int] = deque()
 
@@ -67,8 +72,8 @@ def main() -> None:
     ways = {
         "reused committed buffers, 4 KiB pages": reused(slots(huge=False)),
         "reused committed buffers, huge pages": reused(slots(huge=True)),
-        "fresh pages, given back on eviction": in_place(size, recycle=False),
-        "pages moved from the evicted slice (routeahead)": in_place(size, recycle=True),
+        "fresh pages, given back on eviction": in_place(path, size, recycle=False),
+        "pages moved from the evicted slice (routeahead)": in_place(path, size, recycle=True),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):

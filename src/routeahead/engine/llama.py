@@ -212,7 +212,7 @@ class Llama(llama_cpp.Llama):
             self._undo()
             raise
         step = self._reading().minus(before)
-        step.tokens, step.steps = batch.batch.n_tokens, 1
+        step.tokens = batch.batch.n_tokens
         self.counters.totals(phase).add(step)
         if streamed:
             streamed.recorder.end_of_batch(phase, step)

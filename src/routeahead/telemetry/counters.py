@@ -27,11 +27,9 @@ class Totals:
 
     Attributes:
         tokens: rows evaluated.
-        steps: calls of llama_decode.
     """
 
     tokens: int = 0
-    steps: int = 0
     wall_s: float = 0.0
     stall_s: float = 0.0
     adopt_s: float = 0.0
