@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from routeahead.config import DEFAULT_IO_THREADS, CacheSize
+from routeahead.config import CacheSize
 from routeahead.errors import SettingsError
 
 STREAM = "Streaming"
@@ -130,8 +130,6 @@ Resident = Annotated[
         rich_help_panel=STREAM,
     ),
 ]
-
-IO_THREADS_DEFAULT = DEFAULT_IO_THREADS
 
 
 def cache_size(text: str) -> CacheSize:

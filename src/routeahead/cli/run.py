@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from routeahead.cli import options
 from routeahead.cli import report as reports
 from routeahead.config import Settings
-from routeahead.engine.llama import Llama, physical_cores
+from routeahead.engine.llama import Llama
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import shard_paths
 from routeahead.models import DEFAULT_MODEL
@@ -60,7 +60,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed for --temp above 0.")] = 0,
     report: Annotated[Path | None, typer.Option(help="Write the run as JSON to this file.")] = None,
     cache_mb: options.CacheMb = "auto",
-    io_threads: options.IoThreads = options.IO_THREADS_DEFAULT,
+    io_threads: options.IoThreads = Settings.io_threads,
     overlap: options.Overlap = True,
     dense: options.Dense = "anon",
     direct_io: options.DirectIo = True,
@@ -141,7 +141,7 @@ def load(
             model,
             n_ctx=context or DEFAULT_CONTEXT,
             cap_context=context is None,
-            n_threads=threads or physical_cores(),
+            n_threads=threads,
             seed=seed,
             outputs=outputs,
             progress=lambda done, total: bar.update(task, completed=done, total=total),

@@ -139,8 +139,8 @@ class Llama(llama_cpp.Llama):
         if llama.get("n_gpu_layers") or llama.get("use_mlock"):
             raise SettingsError("n_gpu_layers and use_mlock load the experts: leave them out")
         llama.setdefault("verbose", False)
-        llama.setdefault("n_threads", physical_cores())
-        llama.setdefault("n_threads_batch", llama["n_threads"])
+        llama["n_threads"] = llama.get("n_threads") or physical_cores()
+        llama["n_threads_batch"] = llama.get("n_threads_batch") or llama["n_threads"]
         llama.setdefault("op_offload", False)
         llama["use_mmap"] = False
         if self.settings.n_expert_used:
