@@ -37,7 +37,7 @@ def assert_all_counted(llm: Llama) -> None:
     """Every top-k of the run is in exactly one of the counts."""
     assert llm.route_ahead
     counts, totals = llm.route_ahead.policy.counts, llm.counters
-    batches = totals.prefill.steps + totals.decode.steps
+    batches = totals.prefill.batches + totals.decode.batches
     assert counts.committed + sum(counts.by_reason.values()) == batches * len(llm.layout.moe_layers)
 
 

@@ -212,7 +212,7 @@ class Llama(llama_cpp.Llama):
             self._undo()
             raise
         step = self._reading().minus(before)
-        step.tokens = batch.batch.n_tokens
+        step.tokens, step.batches = batch.batch.n_tokens, 1
         self.counters.totals(phase).add(step)
         if streamed:
             streamed.recorder.end_of_batch(phase, step)

@@ -27,9 +27,11 @@ class Totals:
 
     Attributes:
         tokens: rows evaluated.
+        batches: calls of llama_decode.
     """
 
     tokens: int = 0
+    batches: int = 0
     wall_s: float = 0.0
     stall_s: float = 0.0
     adopt_s: float = 0.0
