@@ -25,7 +25,7 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --timeout 0
 
 clean:
 	rm -rf $(VENV) build
