@@ -24,7 +24,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -72,31 +71,41 @@ class Ticket:
             self._settled.release()
 
 
-@dataclass(slots=True)
-class Read:
-    """One expert's slice of one projection, on its way into the arena.
+class Slice(NamedTuple):
+    """One expert's part of one projection: where it lies in the file, and where in the arena.
 
     Attributes:
+        tensor, expert: whose slice it is.
+        offset: bytes from the start of the file `tensor.shard`, a whole block.
         view: the whole blocks in the arena that hold the slice.
         need: bytes of `view` that must arrive (the file's last block may be shorter).
         inner: pages that belong to this slice alone.
-        tensor, expert: whose slice it is.
-        committed: it was begun early, for a layer that will certainly use it.
     """
 
-    shard: int
+    tensor: ExpertTensor
+    expert: int
     offset: int
     view: memoryview
     need: int
     inner: Pages
-    tensor: ExpertTensor
-    expert: int
-    ticket: Ticket
-    committed: bool = False
+
+
+class Read:
+    """One slice on its way into the arena.
+
+    Attributes:
+        ticket: who waits for it.
+        committed: it was begun early, for a layer that will certainly use it.
+    """
+
+    __slots__ = ("committed", "slice", "ticket")
+
+    def __init__(self, slice_: Slice, ticket: Ticket, committed: bool) -> None:
+        self.slice, self.ticket, self.committed = slice_, ticket, committed
 
     def __str__(self) -> str:
-        tensor = self.tensor
-        return f"layer {tensor.layer} expert {self.expert} ({tensor.projection})"
+        tensor = self.slice.tensor
+        return f"layer {tensor.layer} expert {self.slice.expert} ({tensor.projection})"
 
 
 class ReadRecord(NamedTuple):
@@ -171,7 +180,7 @@ class Lanes:
                 read = self._committed.popleft()
             except IndexError:
                 return adopted
-            if read.tensor.layer != layer:
+            if read.slice.tensor.layer != layer:
                 self._committed.appendleft(read)
                 return adopted
             adopted.append(read)
@@ -215,16 +224,19 @@ class Lanes:
 
     def _next(self) -> Read | None:
         for queue in (self._demand, self._committed):
-            with contextlib.suppress(IndexError):
+            try:
                 return queue.popleft()
+            except IndexError:  # also where another lane was faster
+                continue
         return None
 
     def _run(self, lane: int, read: Read) -> None:
         error: BaseException | None = None
+        tensor, expert, offset, view, need, inner = read.slice
         got, start = 0, time.perf_counter()
         try:
-            self._arena.provide(read.inner, read.view)
-            got = self._reader.read(read.shard, read.offset, read.view, read.need)
+            self._arena.provide(inner, view)
+            got = self._reader.read(tensor.shard, offset, view, need)
             self._bytes[lane] += got
             self._early_bytes[lane] += got if read.committed else 0
             self._reads[lane] += 1
@@ -235,11 +247,10 @@ class Lanes:
         end = time.perf_counter()
         self._busy[lane] += end - start
         if self.records is not None:
-            tensor = read.tensor
             self.records.append(
                 ReadRecord(
                     start, end, lane, "committed" if read.committed else "demand", tensor.layer,
-                    read.expert, tensor.projection, read.shard, read.offset, got,
+                    expert, tensor.projection, tensor.shard, offset, got,
                 )
             )  # fmt: skip
         self._settle(read, error)

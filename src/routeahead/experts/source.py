@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from routeahead.experts.arena import Arena
 from routeahead.experts.cache import ExpertCache
-from routeahead.experts.lanes import Lanes, Read, Ticket
+from routeahead.experts.lanes import Lanes, Read, Slice, Ticket
 from routeahead.experts.layout import ExpertTensor, ModelLayout, TensorInfo
 from routeahead.experts.reader import Reader
 
@@ -69,6 +69,22 @@ class Prefetch:
     useful: int = 0
 
 
+class _Slices(dict[int, Slice]):
+    """One projection's slices by expert, each computed when it is first asked for."""
+
+    def __init__(self, tensor: ExpertTensor, arena: Arena) -> None:
+        super().__init__()
+        self.tensor, self._arena = tensor, arena
+
+    def __missing__(self, expert: int) -> Slice:
+        tensor, arena = self.tensor, self._arena
+        start, end = tensor.slice_of(expert)
+        offset, view = arena.blocks(tensor.shard, start, end)
+        inner = arena.inner(tensor.shard, start, end)
+        found = self[expert] = Slice(tensor, expert, offset, view, end - offset, inner)
+        return found
+
+
 class ExpertSource:
     """Provides experts, within a budget of bytes.
 
@@ -89,9 +105,9 @@ class ExpertSource:
         lanes: int,
     ) -> None:
         self._tensors = layout.experts
-        self._by_layer: dict[int, list[ExpertTensor]] = {}
+        self._by_layer: dict[int, list[_Slices]] = {}
         for tensor in self._tensors:
-            self._by_layer.setdefault(tensor.layer, []).append(tensor)
+            self._by_layer.setdefault(tensor.layer, []).append(_Slices(tensor, arena))
         self._arena = arena
         self._layer_bytes = layout.layer_bytes()
         self.cache = ExpertCache(0, layout.bytes_by_layer())
@@ -103,9 +119,9 @@ class ExpertSource:
 
     def order_projections(self, order: Sequence[str]) -> None:
         """Reads are issued in the order in which the graph computes the projections."""
-        for tensors in self._by_layer.values():
-            tensors.sort(key=lambda t: order.index(t.projection) if t.projection in order else 99)
         self._order = {projection: place for place, projection in enumerate(order)}
+        for projections in self._by_layer.values():
+            projections.sort(key=lambda p: self._order.get(p.tensor.projection, 99))
 
     def require(self, layer: int, experts: Sequence[int]) -> Load | None:
         """Starts reading those of the distinct `experts` that are not resident.
@@ -148,7 +164,7 @@ class ExpertSource:
         load, reads = self._prepare(early.layer, misses) if misses else (Load(early.layer, ()), [])
         load.adopted = early
         reads = self.lanes.adopt(early.layer) + reads
-        reads.sort(key=lambda read: self._order.get(read.tensor.projection, 99))
+        reads.sort(key=lambda read: self._order.get(read.slice.tensor.projection, 99))
         self.lanes.submit(reads)
         return load
 
@@ -157,9 +173,9 @@ class ExpertSource:
         read is part of the batch or protected."""
         self._arena.give(
             [
-                self._arena.inner(tensor.shard, *tensor.slice_of(expert))
+                slices[expert].inner
                 for layer, expert in victims
-                for tensor in self._by_layer[layer]
+                for slices in self._by_layer[layer]
             ]
         )
 
@@ -167,25 +183,10 @@ class ExpertSource:
         self, layer: int, experts: Sequence[int], *, committed: bool = False
     ) -> tuple[Load, list[Read]]:
         load, reads = Load(layer, experts), []
-        for tensor in self._by_layer[layer]:
-            ticket = load.tickets[tensor.projection] = Ticket(len(experts))
-            reads += [self._read(tensor, expert, ticket, committed) for expert in experts]
+        for slices in self._by_layer[layer]:
+            ticket = load.tickets[slices.tensor.projection] = Ticket(len(experts))
+            reads += [Read(slices[expert], ticket, committed) for expert in experts]
         return load, reads
-
-    def _read(self, tensor: ExpertTensor, expert: int, ticket: Ticket, committed: bool) -> Read:
-        start, end = tensor.slice_of(expert)
-        offset, view = self._arena.blocks(tensor.shard, start, end)
-        return Read(
-            shard=tensor.shard,
-            offset=offset,
-            view=view,
-            need=end - offset,
-            inner=self._arena.inner(tensor.shard, start, end),
-            tensor=tensor,
-            expert=expert,
-            ticket=ticket,
-            committed=committed,
-        )
 
     def wait(self, load: Load, projection: str | None = None) -> None:
         """Blocks until the bytes of `projection` (None: of all) have arrived.
