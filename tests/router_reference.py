@@ -23,7 +23,7 @@ Ids = npt.NDArray[np.int32]
 Key = tuple[int, int]  # (position of the token, layer)
 
 
-class _Tensor(ctypes.Structure):
+class Tensor(ctypes.Structure):
     """The head of `struct ggml_tensor`, written down from ggml.h."""
 
     _fields_ = [
@@ -59,14 +59,14 @@ class Forced(Resident):
         return np.concatenate(rows)
 
     def _on_node(self, address: int, ask: bool, _: object) -> bool:
-        tensor = _Tensor.from_address(address)
+        tensor = Tensor.from_address(address)
         kind, _, layer = tensor.name.partition(b"-")
         product, topk = kind == b"ffn_moe_logits", kind == b"ffn_moe_topk"
         if ask or not self._decoding:
             return self._decoding and (product or topk)
         key = (self._position, int(layer))
         if product:
-            row = _Tensor.from_address(tensor.src[1])
+            row = Tensor.from_address(tensor.src[1])
             memory = (ctypes.c_float * row.ne[0]).from_address(row.data)
             self.inputs[key] = np.array(memory, np.float32)
         else:
@@ -101,6 +101,14 @@ class Routers:
         masked = np.full_like(groups, -np.inf)
         masked[best] = groups[best]
         return masked.ravel()
+
+    def selection_scores(self, layer: int, row: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """What the graph ranks: as `scores`, after the activation where there is one before."""
+        scores = self.scores(layer, row)
+        if self._spec.arch in ("gpt-oss", "deepseek2"):
+            return scores
+        powers = np.exp(scores - scores.max())
+        return powers / powers.sum()
 
     def is_ranking(self, ids: Ids, scores: npt.NDArray[np.float64], margin: float) -> bool:
         """Whether `ids` are the best experts, best first, with scores equal within `margin`."""

@@ -244,7 +244,7 @@ def test_fault_inside_of_route_ahead(
     load: Load, monkeypatch: pytest.MonkeyPatch, compute: str, call: str
 ) -> None:
     llm = with_budget(load, "qwen3moe", 0.2, route_ahead=2, route_ahead_compute=compute)
-    batches, ahead = token_batches(7), llm.route_ahead
+    batches, ahead = token_batches(7), llm.steering.ahead
     assert ahead
     expected = evaluate(llm, batches)
     owner = ahead._predictor if call == "_rank" else ahead
@@ -269,12 +269,12 @@ def test_nothing_grows_over_many_generations(load: Load) -> None:
     """Addresses included: early reads take their pages from the free ones, not always new ones."""
     llm = with_budget(load, "qwen3moe", 0.25, route_ahead=2)
     source, rng = llm.source, random.Random(1)
-    assert source and llm.streamed and llm.route_ahead
+    assert source and llm.streamed and llm.steering.ahead
     arena, taken = llm.streamed.arena, []
     for generation in range(150):
         batches = token_batches(generation, prompt=3, decode=4)
         evaluate(llm, batches[: rng.randrange(1, 6)])
-        assert source.cache.protected == 0 and not source._early and not llm.route_ahead._fresh
+        assert source.cache.protected == 0 and not source._early and not llm.steering.ahead._fresh
         taken.append(arena._bump)
     # The most that was ever in use at once may still rise a little: by less than a token's experts.
     assert len(arena._chunks) == 1 and taken[-1] - taken[50] < llm.layout.token_bytes() // 4

@@ -18,6 +18,7 @@ from router_reference import Forced, Ids, Key, Routers
 from routeahead import Llama, SettingsError
 from routeahead.engine import gate_tap, router
 from routeahead.engine.ahead import Ahead
+from routeahead.engine.predictor import Prediction
 from routeahead.routing.policy import Routing
 from routeahead.telemetry.recorder import Outputs
 from routeahead.telemetry.route_trace import read_trace
@@ -29,14 +30,14 @@ MARGIN = 2e-5
 
 
 def committed_layers(llm: Llama) -> int:
-    assert llm.route_ahead
-    return len(llm.layout.moe_layers) - llm.route_ahead.policy.depth
+    assert llm.steering.ahead
+    return len(llm.layout.moe_layers) - llm.steering.ahead.policy.depth
 
 
 def assert_all_counted(llm: Llama) -> None:
     """Every top-k of the run is in exactly one of the counts."""
-    assert llm.route_ahead
-    counts, totals = llm.route_ahead.policy.counts, llm.counters
+    assert llm.steering.ahead
+    counts, totals = llm.steering.ahead.policy.counts, llm.counters
     batches = totals.prefill.batches + totals.decode.batches
     assert counts.committed + sum(counts.by_reason.values()) == batches * len(llm.layout.moe_layers)
 
@@ -46,8 +47,8 @@ def test_beyond_the_last_layer_nothing_changes(load: Load, library: Library, nam
     llm = load(name, cache_mb=8, route_ahead=models.FIXTURES[name].layers)
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
-    assert llm.route_ahead and llm.route_ahead.policy.counts.committed == 0
-    assert llm.route_ahead.policy.counts.by_reason["structural"] > 0
+    assert llm.steering.ahead and llm.steering.ahead.policy.counts.committed == 0
+    assert llm.steering.ahead.policy.counts.by_reason["structural"] > 0
     assert_all_counted(llm)
 
 
@@ -62,7 +63,7 @@ def test_own_input_gives_the_routers_choice(
     uses, which must do no harm.
     """
     llm = load(name, cache_mb=0, route_ahead=1, route_ahead_compute=compute, poison=True)
-    ahead, source = llm.route_ahead, llm.source
+    ahead, source = llm.steering.ahead, llm.source
     assert ahead and source
     source.cache.budget = llm.layout.token_bytes()
     settle = ahead.settle
@@ -72,7 +73,7 @@ def test_own_input_gives_the_routers_choice(
         index = llm.layout.moe_layers.index(layer)
         if llm.phase == "decode" and index >= 1:
             assert row is not None
-            assert ahead.policy.offer(ahead.policy.serial, index, ahead._rank(index, row))
+            assert ahead.policy.offer(ahead.policy.serial, index, ahead.ranker.rank(index, row))
 
     ahead.settle = with_own_input  # type: ignore[method-assign]
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
@@ -129,7 +130,7 @@ def test_committed_routing_is_the_references(
     logits = evaluate(llm, PROMPTS[0])
     expected = committed_layers(llm) * (len(PROMPTS[0]) - 1)
     assert_all_counted(llm)
-    assert llm.route_ahead and llm.route_ahead.policy.counts.passed_through == 0
+    assert llm.steering.ahead and llm.steering.ahead.policy.counts.passed_through == 0
     llm.close()
     committed, ties = assert_follows_reference(library, name, trace, logits, depth)
     assert committed == expected > 0
@@ -160,10 +161,10 @@ def test_output_depends_on_the_hidden_states_alone(load: Load, name: str, comput
         chosen = dict(settings)
         share = chosen.pop("budget", 0.2)
         llm = load(name, cache_mb=0, route_ahead=2, route_ahead_compute=compute, **chosen)
-        assert llm.source and llm.route_ahead
+        assert llm.source and llm.steering.ahead
         llm.source.cache.budget = int(llm.layout.expert_bytes * float(str(share)))
         outputs.add(b"".join(evaluate(llm, batches).tobytes() for batches in PROMPTS))
-        assert llm.route_ahead.policy.counts.by_reason["late"] == 0
+        assert llm.steering.ahead.policy.counts.by_reason["late"] == 0
         reads.append(llm.source.prefetch.issued)
         llm.close()
     assert len(outputs) == 1
@@ -179,8 +180,8 @@ def late_worker(load: Load, **settings: object) -> tuple[Llama, Ahead]:
         route_ahead_late="pass",
         **settings,
     )
-    assert llm.route_ahead
-    return llm, llm.route_ahead
+    assert llm.steering.ahead
+    return llm, llm.steering.ahead
 
 
 def test_late_predictions_pass_and_are_never_stale(
@@ -197,11 +198,11 @@ def test_late_predictions_pass_and_are_never_stale(
         routed[0] = (policy.serial, llm.layout.moe_layers.index(routing.layer))
         return answer
 
-    def sometimes_late(index: int, row: gate_tap.Row) -> Ids:
-        serial = policy.serial
+    def sometimes_late(prediction: Prediction) -> Ids:
+        serial, index = policy.serial, prediction.index
         while rng.random() < 0.8 and index % 2 and routed[0] < (serial, index):
             time.sleep(0.0005)
-        return rank(index, row)
+        return rank(prediction)
 
     policy.commit, ahead._predictor._rank = commit_and_tell, sometimes_late  # type: ignore
     logits = evaluate(llm, PROMPTS[0])
@@ -217,9 +218,9 @@ def test_a_worker_that_hangs_leaves_the_router_alone(load: Load, library: Librar
     llm, ahead = late_worker(load)
     rank, go_on = ahead._predictor._rank, threading.Event()
 
-    def hang(index: int, row: gate_tap.Row) -> Ids:
+    def hang(prediction: Prediction) -> Ids:
         go_on.wait()
-        return rank(index, row)
+        return rank(prediction)
 
     ahead._predictor._rank = hang
     try:
@@ -242,8 +243,8 @@ def test_several_rows_pass(load: Load) -> None:
     llm.eval(prompt)
     llm.phase = "decode"
     llm.eval([tokens[0][0], tokens[1][0]])
-    assert llm.route_ahead
-    counts = llm.route_ahead.policy.counts
+    assert llm.steering.ahead
+    counts = llm.steering.ahead.policy.counts
     # The last layer routes one row of the two, but its prediction would have needed two as well.
     assert counts.by_reason["several_rows"] == committed_layers(llm) and counts.committed == 0
     llm.eval(tokens[2])
@@ -256,8 +257,8 @@ def test_without_a_prompt_the_first_token_passes(load: Load) -> None:
     llm.phase = "decode"
     llm.eval([7])
     llm.eval([8])
-    assert llm.route_ahead
-    counts = llm.route_ahead.policy.counts
+    assert llm.steering.ahead
+    counts = llm.steering.ahead.policy.counts
     assert counts.by_reason["first_token"] + counts.by_reason["unreadable"] == committed_layers(llm)
     assert counts.committed == committed_layers(llm)
     assert_all_counted(llm)
@@ -268,11 +269,11 @@ def test_a_rule_that_is_not_understood_is_the_routers(
 ) -> None:
     monkeypatch.setattr(router, "_ACTIVATIONS", {})
     llm = load("qwen3moe", cache_mb=8, route_ahead=1)
-    with pytest.warns(UserWarning, match="does not understand how 6 layers choose"):
+    with pytest.warns(UserWarning, match="how 6 layers choose their experts is not understood"):
         logits = evaluate(llm, PROMPTS[0])
     np.testing.assert_array_equal(logits, library.resident("qwen3moe")[0])
-    assert llm.route_ahead
-    counts = llm.route_ahead.policy.counts
+    assert llm.steering.ahead
+    counts = llm.steering.ahead.policy.counts
     assert counts.by_reason["unreadable"] == committed_layers(llm) * (len(PROMPTS[0]) - 1)
     assert_all_counted(llm)
 
@@ -282,10 +283,10 @@ def test_inputs_that_do_not_survive_are_copied_in_time(load: Load) -> None:
     for name, damaged in (("gemma4", True), ("qwen3moe", False)):
         llm = load(name, cache_mb=8, route_ahead=1)
         evaluate(llm, PROMPTS[0])
-        assert llm.route_ahead
-        tap, layers = llm.route_ahead._tap, set(llm.layout.moe_layers)
+        assert llm.steering.ahead
+        tap, layers = llm.steering.ahead.ranker.tap, set(llm.layout.moe_layers)
         assert tap.damaged == (layers if damaged else set())
-        assert llm.route_ahead.policy.counts.passed_through == 0
+        assert llm.steering.ahead.policy.counts.passed_through == 0
 
 
 # --- the watchdog ---
@@ -294,23 +295,23 @@ def test_inputs_that_do_not_survive_are_copied_in_time(load: Load) -> None:
 def test_a_broken_read_disarms(load: Load, library: Library) -> None:
     """From the verdict on, every routing and every logit is the router's."""
     llm = load("qwen3moe", cache_mb=8, route_ahead=1)
-    ahead = llm.route_ahead
+    ahead = llm.steering.ahead
     assert ahead
     prompt, *tokens = token_batches(5, decode=60)
     evaluate(llm, [prompt, *tokens[:10]])
-    assert ahead.policy.armed and ahead.policy.counts.reproduced_slots > 0
-    at_topk, rng = ahead._tap.at_topk, np.random.default_rng(0)
+    assert ahead.watchdog.armed and ahead.watchdog.reproduced > 0
+    at_topk, rng = ahead.ranker.tap.at_topk, np.random.default_rng(0)
 
     def scrambled(layer: int, topk: int) -> gate_tap.Row | None:
         row = at_topk(layer, topk)
         return None if row is None else rng.permutation(row)
 
-    ahead._tap.at_topk = scrambled  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match="route-ahead has disarmed itself: .* of 64 slots") as said:
+    ahead.ranker.tap.at_topk = scrambled  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="have disarmed themselves: .* of 64 slots") as said:
         evaluate(llm, [prompt, *tokens])
     assert len(said) == 1
     counts, committed = ahead.policy.counts, ahead.policy.counts.committed
-    assert counts.by_reason["disarmed"] > 0 and counts.disarmed
+    assert counts.by_reason["disarmed"] > 0 and ahead.watchdog.disarmed
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for batches, expected in zip(PROMPTS, library.resident("qwen3moe"), strict=True):
@@ -325,14 +326,13 @@ def test_a_broken_read_disarms(load: Load, library: Library) -> None:
 def test_a_sound_run_never_disarms(load: Load, name: str, compute: str) -> None:
     """The watchdog sees every routing here, and every slot is reproduced."""
     llm = load(name, cache_mb=8, route_ahead=2, route_ahead_compute=compute)
-    ahead = llm.route_ahead
+    ahead = llm.steering.ahead
     assert ahead
-    ahead.policy.watch_every = 1
+    ahead.watchdog.every = 1
     evaluate(llm, PROMPTS[0])
-    counts = ahead.policy.counts
     layers, k = len(llm.layout.moe_layers), llm.layout.n_expert_used
-    seen = counts.watched_slots
-    assert seen == counts.reproduced_slots
+    seen = ahead.watchdog.slots
+    assert seen == ahead.watchdog.reproduced
     if compute == "inline":
         assert seen == layers * k * (len(PROMPTS[0]) - 1)
     else:  # a verdict that the worker gives after the last layer comes too late to be heard
@@ -385,10 +385,10 @@ def test_replayed_routing_counts_as_predicted(load: Load, tmp_path: Path) -> Non
         route_ahead=2,
         outputs=Outputs(route_trace=again),
     )
-    assert other.source and other.route_ahead
+    assert other.source and other.steering.ahead
     other.source.cache.budget = other.layout.token_bytes()
     np.testing.assert_array_equal(evaluate(other, PROMPTS[0]), logits)
-    prefetch, counts = other.source.prefetch, other.route_ahead.policy.counts
+    prefetch, counts = other.source.prefetch, other.steering.ahead.policy.counts
     assert prefetch.issued == prefetch.useful > 0
     assert counts.committed == 4 * (len(PROMPTS[0]) - 1)
     other.close()

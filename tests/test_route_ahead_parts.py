@@ -16,11 +16,12 @@ from routeahead.engine import ggml
 from routeahead.engine.gates import Gate, Precision
 from routeahead.experts.arena import Arena, Pages
 from routeahead.experts.cache import ExpertCache
-from routeahead.experts.lanes import Lanes, Read, Ticket
+from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
 from routeahead.experts.layout import BLOCK, ExpertTensor, Shard
 from routeahead.routing.policy import Routing
-from routeahead.routing.route_ahead import WATCH_SLOTS, RouteAhead
+from routeahead.routing.route_ahead import RouteAhead
 from routeahead.routing.selection import SelectionRule
+from routeahead.routing.watchdog import WATCH_SLOTS, Watchdog
 
 # --- the selection rule ---
 
@@ -118,9 +119,13 @@ def test_int8_needs_whole_blocks() -> None:
 # --- the policy ---
 
 
+def no_scores() -> npt.NDArray[np.float32]:
+    raise AssertionError("route-ahead has no use for the router's scores")
+
+
 def routing(layer: int, *rows: list[int], phase: str = "decode") -> Routing:
     ids = np.array(rows, np.int32)
-    return Routing(phase, layer, np.arange(len(rows)), ids)  # type: ignore[arg-type]
+    return Routing(phase, layer, np.arange(len(rows)), ids, no_scores, lambda *_: False)  # type: ignore[arg-type]
 
 
 def ids(*values: int) -> npt.NDArray[np.int32]:
@@ -128,7 +133,7 @@ def ids(*values: int) -> npt.NDArray[np.int32]:
 
 
 def test_commits_in_place_and_counts_agreement() -> None:
-    policy = RouteAhead([2, 5, 7], depth=1)
+    policy = RouteAhead([2, 5, 7], 1, Watchdog(3))
     policy.begin()
     assert policy.offer(policy.serial, 1, ids(4, 1, 9))
     first, second = routing(2, [1, 2, 3]), routing(5, [1, 2, 9])
@@ -140,7 +145,7 @@ def test_commits_in_place_and_counts_agreement() -> None:
 
 
 def test_a_stale_ranking_is_never_committed() -> None:
-    policy = RouteAhead([0, 1], depth=1)
+    policy = RouteAhead([0, 1], 1, Watchdog(2))
     policy.begin()
     serial = policy.serial
     assert policy.offer(serial, 1, ids(5, 6))
@@ -155,7 +160,8 @@ def test_a_stale_ranking_is_never_committed() -> None:
 
 
 def test_reasons() -> None:
-    policy = RouteAhead([0, 1], depth=1)
+    watchdog = Watchdog(2)
+    policy = RouteAhead([0, 1], 1, watchdog)
     policy.begin()
     policy.commit(routing(1, [1, 2], phase="prefill"))
     policy.commit(routing(1, [1, 2], [3, 4]))
@@ -166,7 +172,7 @@ def test_reasons() -> None:
     policy.commit(routing(1, [1, 2]))
     policy.begin()
     policy.offer(policy.serial, 1, ids(8, 9))
-    policy.counts.disarmed = "because"
+    watchdog.disarmed = "because"
     policy.commit(routing(1, [1, 2]))
     counted = {why: n for why, n in policy.counts.by_reason.items() if n}
     assert counted == dict.fromkeys(
@@ -177,18 +183,18 @@ def test_reasons() -> None:
 
 @pytest.mark.parametrize(("wrong", "disarms"), [(6, False), (7, True)])
 def test_verdict_at_ninety_percent(wrong: int, disarms: bool) -> None:
-    policy = RouteAhead([0], depth=1)
+    watchdog = Watchdog(1)
     verdicts = []
     for number in range(WATCH_SLOTS // 2):
-        verdicts.append(policy.watch(ids(1, 2), ids(2, 9) if number < wrong else ids(2, 1)))
+        verdicts.append(watchdog.watch(ids(1, 2), ids(2, 9) if number < wrong else ids(2, 1)))
     assert not any(verdicts[:-1]) and bool(verdicts[-1]) == disarms
-    assert policy.armed != disarms
+    assert watchdog.armed != disarms
 
 
 def test_every_layer_gets_watched() -> None:
     for layers in (6, 17, 34, 48):
-        policy = RouteAhead(list(range(layers)), depth=1)
-        seen = {n % layers for n in range(layers * policy.watch_every) if policy.watches()}
+        watchdog = Watchdog(layers)
+        seen = {n % layers for n in range(layers * watchdog.every) if watchdog.wants()}
         assert len(seen) == layers
 
 
@@ -251,27 +257,28 @@ class Gated:
         pass
 
 
-def reads(layer: int, *offsets: int, committed: bool = False) -> tuple[list[Read], Ticket]:
+def reads(layer: int, *offsets: int, kind: Kind = "demand") -> tuple[list[Read], Ticket]:
     tensor = ExpertTensor("t", layer, "up", "F32", 8, 0, 0, BLOCK)
     ticket = Ticket(len(offsets))
     view = memoryview(bytearray(BLOCK))
-    made = [
-        Read(0, o * BLOCK, view, BLOCK, Pages(0, 0), tensor, o, ticket, committed) for o in offsets
-    ]
-    return made, ticket
+    slices = [Slice(tensor, o, o * BLOCK, view, BLOCK, Pages(0, 0)) for o in offsets]
+    return [Read(one, ticket, kind) for one in slices], ticket
 
 
 def test_demand_goes_first_and_a_layer_adopts_its_own() -> None:
     reader = Gated()
     lanes = Lanes(1, reader, Arena([Shard(Path("none"), BLOCK)]))
-    (of_five, five), (of_six, six) = reads(5, 1, 2, 3, committed=True), reads(6, 4, committed=True)
-    lanes.submit(of_five, committed=True)
-    lanes.submit(of_six, committed=True)
+    (of_five, five), (of_six, six) = (
+        reads(5, 1, 2, 3, kind="committed"),
+        reads(6, 4, kind="committed"),
+    )
+    lanes.submit(of_five, "committed")
+    lanes.submit(of_six, "committed")
     reader.begun.acquire()  # 1 is in flight
     demand, needed = reads(4, 9)
     lanes.submit(demand)
     adopted = lanes.adopt(5)
-    assert [read.expert for read in adopted] == [2, 3]
+    assert [read.slice.expert for read in adopted] == [2, 3]
     assert lanes.adopt(5) == []
     lanes.submit(adopted)
     for _ in range(5):
@@ -286,8 +293,8 @@ def test_demand_goes_first_and_a_layer_adopts_its_own() -> None:
 def test_drain_waits_for_what_is_in_flight_and_cancels_the_rest() -> None:
     reader = Gated()
     lanes = Lanes(2, reader, Arena([Shard(Path("none"), BLOCK)]))
-    queued, ticket = reads(5, 1, 2, 3, 4, committed=True)
-    lanes.submit(queued, committed=True)
+    queued, ticket = reads(5, 1, 2, 3, 4, kind="committed")
+    lanes.submit(queued, "committed")
     for _ in range(2):
         reader.begun.acquire()
     drained = threading.Thread(target=lanes.drain)

@@ -16,6 +16,25 @@ DenseMode = Literal["anon", "mmap"]
 DEFAULT_IO_THREADS = 2
 
 
+_EXCLUSIVE = (
+    ("route_ahead", "predict_log", "what it scores is the router's choice, which is replaced"),
+    ("route_ahead", "prefetch", "a committed routing is known and read ahead, not guessed"),
+    ("route_ahead", "predict_prefetch", "a committed routing is known and read ahead, not guessed"),
+    ("route_ahead", "expert_substitute", "a committed routing cannot be chosen again"),
+    ("prefetch", "predict_prefetch", "one guess a layer can be read, not two"),
+    ("predict_prefetch", "predict_log", "both want the gates' inputs: probe first, then prefetch"),
+    ("expert_substitute", "replay_routing", "a forced routing cannot be chosen again"),
+    ("predict_prefetch", "replay_routing", "this model's gates know nothing of a forced routing"),
+    ("predict_log", "replay_routing", "this model's gates know nothing of a forced routing"),
+)
+_DEPENDENT = (
+    ("drop_renorm", "drop_cold_experts"),
+    ("drop_in_prefill", "drop_cold_experts"),
+    ("drop_aware", "drop_cold_experts"),
+    ("predict_spec_max", "predict_prefetch"),
+)
+
+
 @dataclass(frozen=True)
 class Settings:
     """How a model is streamed.
@@ -38,6 +57,18 @@ class Settings:
             or waits for it ("wait", which makes the output independent of timing).
         gate_precision: of the router matrices that predict: "f32" uses the model's own weights,
             "f16" and "int8" smaller copies.
+        drop_cold_experts: F in 0..1; decode does not read a missing expert whose share of its
+            routing is below F / top-k, and goes on without it (lossy, depends on the cache's
+            state); 0 is off.
+        drop_renorm: the weights of the experts that are left are scaled to the routing's mass.
+        drop_in_prefill: prompts lose experts too.
+        drop_aware: what a prediction says will be dropped is not read early.
+        expert_substitute: resident experts get their selection score raised by this share of the
+            token's score range (lossy, depends on the cache's state); 0 is off.
+        prefetch: MoE layers for which the previous token's experts are read ahead; 0 is off.
+        predict_prefetch: read ahead what the next layer's router says of this layer's input.
+        predict_spec_max: with predict_prefetch, missing experts to read a layer at most.
+        predict_log: score how well routings could have been predicted.
         throttle: MiB/s that all lanes get together, to stand for a slower disk; 0 is unthrottled.
         throttle_latency_ms: delay of each read, with `throttle`.
     """
@@ -55,6 +86,15 @@ class Settings:
     route_ahead_compute: Literal["inline", "worker"] = "inline"
     route_ahead_late: Literal["pass", "wait"] = "wait"
     gate_precision: Literal["f32", "f16", "int8"] = "f32"
+    drop_cold_experts: float = 0.0
+    drop_renorm: bool = True
+    drop_in_prefill: bool = False
+    drop_aware: bool = True
+    expert_substitute: float = 0.0
+    prefetch: int = 0
+    predict_prefetch: bool = False
+    predict_spec_max: int = 2
+    predict_log: bool = False
     throttle: float = 0.0
     throttle_latency_ms: float = 0.0
 
@@ -85,6 +125,14 @@ class Settings:
         if self.throttle_latency_ms and not self.throttle:
             raise SettingsError("throttle_latency_ms needs throttle (MiB/s) beside it")
         self._check_route_ahead()
+        self._check_neighbours()
+        for one, other, why in _EXCLUSIVE:
+            if getattr(self, one) and getattr(self, other):
+                raise SettingsError(f"{one} and {other} exclude each other: {why}")
+        for dependent, needed in _DEPENDENT:
+            default = getattr(type(self), dependent)
+            if getattr(self, dependent) != default and not getattr(self, needed):
+                raise SettingsError(f"{dependent} says something about {needed}, which is off")
         if self.resident:
             self._refuse_streaming_settings()
         if self.force_cache and self.cache_mb in ("auto", 0):
@@ -105,6 +153,20 @@ class Settings:
             if getattr(self, name) not in allowed:
                 raise SettingsError(
                     f"{name} is {getattr(self, name)!r}: give {' or '.join(map(repr, allowed))}"
+                )
+
+    def _check_neighbours(self) -> None:
+        if not 0 <= self.drop_cold_experts <= 1:
+            raise SettingsError(f"drop_cold_experts is {self.drop_cold_experts}: give 0 to 1")
+        if not 0 <= self.expert_substitute <= 1:
+            raise SettingsError(f"expert_substitute is {self.expert_substitute}: give 0 to 1")
+        for name in ("prefetch", "predict_spec_max"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{name} is {getattr(self, name)}: it cannot be negative")
+        for name in ("drop_cold_experts", "expert_substitute"):
+            if getattr(self, name) and self.cache_mb == 0:
+                raise SettingsError(
+                    f"{name} asks what is in the cache, and cache_mb=0 keeps nothing: give a size"
                 )
 
     def _refuse_streaming_settings(self) -> None:

@@ -15,6 +15,7 @@ STREAM = "Streaming"
 CONTROL = "Experiments"
 TRACES = "Traces"
 LOSSY = "Route-ahead"
+NEIGHBOURS = "Other policies"
 
 Model = Annotated[
     Path, typer.Argument(help="GGUF file; of a split model, any of its shards.", show_default=False)
@@ -95,6 +96,79 @@ GatePrecision = Annotated[
     typer.Option(
         help="Router matrices that predict: 'f32' (the model's own), 'f16' or 'int8'.",
         rich_help_panel=LOSSY,
+    ),
+]
+DropColdExperts = Annotated[
+    float,
+    typer.Option(
+        metavar="F",
+        help="Do not read a missing expert whose share of the routing is below F / top-k (lossy); "
+        "0 is off.",
+        rich_help_panel=NEIGHBOURS,
+    ),
+]
+DropRenorm = Annotated[
+    bool,
+    typer.Option(
+        help="With --drop-cold-experts: scale the others' weights to the routing's mass.",
+        rich_help_panel=NEIGHBOURS,
+    ),
+]
+DropInPrefill = Annotated[
+    bool,
+    typer.Option(
+        "--drop-in-prefill",
+        help="With --drop-cold-experts: in prompts too.",
+        rich_help_panel=NEIGHBOURS,
+    ),
+]
+DropAware = Annotated[
+    bool,
+    typer.Option(
+        help="With --drop-cold-experts: do not read early what a prediction says will be dropped.",
+        rich_help_panel=NEIGHBOURS,
+    ),
+]
+ExpertSubstitute = Annotated[
+    float,
+    typer.Option(
+        metavar="M",
+        help="Raise resident experts' selection scores by M times the score range (lossy); 0 is "
+        "off.",
+        rich_help_panel=NEIGHBOURS,
+    ),
+]
+Prefetch = Annotated[
+    int,
+    typer.Option(
+        metavar="K",
+        help="Read ahead what the previous token routed to in the next K MoE layers; 0 is off.",
+        rich_help_panel=NEIGHBOURS,
+    ),
+]
+PredictPrefetch = Annotated[
+    bool,
+    typer.Option(
+        "--predict-prefetch",
+        help="Read ahead what the next layer's router says of this layer's input.",
+        rich_help_panel=NEIGHBOURS,
+    ),
+]
+PredictSpecMax = Annotated[
+    int,
+    typer.Option(
+        metavar="M",
+        help="With --predict-prefetch: missing experts to read a layer at most; 0 only keeps what "
+        "is there.",
+        rich_help_panel=NEIGHBOURS,
+    ),
+]
+PredictLog = Annotated[
+    bool,
+    typer.Option(
+        "--predict-log",
+        help="Score how well routings could have been predicted; changes nothing, and is slow.",
+        rich_help_panel=NEIGHBOURS,
     ),
 ]
 Csv = Annotated[

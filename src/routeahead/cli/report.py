@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from routeahead.cli import steering_report
 from routeahead.engine.llama import Llama
 from routeahead.experts.layout import MIB
 from routeahead.telemetry.counters import peak_rss_bytes
@@ -50,66 +51,8 @@ def model(llm: Llama) -> dict[str, Any]:
     }
 
 
-def ahead(llm: Llama) -> dict[str, Any]:
-    """`route_ahead` and `prefetch` of a report; nothing where route-ahead is off."""
-    policy = llm.route_ahead
-    if not policy or not llm.source:
-        return {}
-    counts, prefetch = policy.policy.counts, llm.source.prefetch
-    return {
-        "route_ahead": {
-            "depth": policy.policy.depth,
-            "committed": counts.committed,
-            "passed_through": counts.passed_through,
-            "by_reason": dict(counts.by_reason),
-            "slots": counts.slots,
-            "agreed_slots": counts.agreed_slots,
-            "watched_slots": counts.watched_slots,
-            "reproduced_slots": counts.reproduced_slots,
-            "disarmed": counts.disarmed,
-            **_ahead_times(llm),
-        },
-        "prefetch": {
-            "source": "route-ahead",
-            "issued": prefetch.issued,
-            "completed": prefetch.completed,
-            "useful": prefetch.useful,
-            "bytes": llm.source.lanes.early_bytes,
-        },
-    }
-
-
-def _ahead_times(llm: Llama) -> dict[str, float]:
-    """ms a decoded token (definitions: `engine.ahead.AheadTimes`)."""
-    tokens, times = llm.counters.decode.tokens or 1, llm.route_ahead and llm.route_ahead.times
-    seconds = vars(times) | {"adopt_s": llm.counters.decode.adopt_s}
-    return {f"{name[:-2]}_ms_per_tok": 1e3 * value / tokens for name, value in seconds.items()}
-
-
-def _ahead_lines(llm: Llama) -> list[str]:
-    """What route-ahead did, what was read early, and what that cost."""
-    report = ahead(llm)
-    if not report:
-        return []
-    facts, prefetch = report["route_ahead"], report["prefetch"]
-    agreed = facts["agreed_slots"] / facts["slots"] if facts["slots"] else 0.0
-    useful = prefetch["useful"] / prefetch["issued"] if prefetch["issued"] else 0.0
-    cost = {name: facts[f"{name}_ms_per_tok"] for name in ("gemv", "issue", "wait", "adopt")}
-    return [
-        f"moe-route-ahead: {facts['depth']} layers early — {facts['committed']} routings "
-        f"committed, {facts['passed_through']} passed through; committed selection agreed with "
-        f"the router on {agreed:.1%} of slots",
-        *([f"moe-route-ahead: disarmed: {facts['disarmed']}"] if facts["disarmed"] else []),
-        f"moe-prefetch: {prefetch['bytes'] // MIB} MiB ahead, "
-        f"{prefetch['useful']}/{prefetch['issued']} experts useful ({useful:.1%}) [route-ahead]",
-        f"moe-route-ahead-cost: ra_gemv_ms/tok {cost['gemv']:.2f}, ra_issue_ms/tok "
-        f"{cost['issue']:.2f}, waiting {cost['wait']:.2f}, adopting {cost['adopt']:.2f}, "
-        f"watchdog {facts['watchdog_ms_per_tok']:.2f}",
-    ]
-
-
 def lines(llm: Llama, figures: dict[str, float | int]) -> list[str]:
-    """Where the time went, what the cache did, what overlap hid; then what route-ahead did."""
+    """Where the time went, what the cache did, what overlap hid; then what the policies did."""
     ms = {name: 1e3 * figures[f"{name}s_per_token"] for name in ("", "compute_", "stall_", "mgmt_")}
     decode, peak = llm.counters.decode, int(figures["peak_rss_bytes"]) // MIB
     rate = 1e3 / ms[""] if ms[""] else 0.0
@@ -135,5 +78,5 @@ def lines(llm: Llama, figures: dict[str, float | int]) -> list[str]:
         f"moe-overlap: {'on' if llm.settings.overlap else 'off'}, "
         f"{llm.settings.io_threads} lanes{'' if llm.direct_io else ' (buffered)'}: "
         f"{io_ms:.1f} ms of lane time a token, at least {hidden:.1f} ms of it hidden",
-        *_ahead_lines(llm),
+        *steering_report.lines(llm),
     ]

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from routeahead.cli import options
+from routeahead.cli import options, steering_report
 from routeahead.cli import report as reports
 from routeahead.config import Settings
 from routeahead.engine.llama import Llama
@@ -71,6 +71,15 @@ def run(
     route_ahead_compute: options.RouteAheadCompute = Settings.route_ahead_compute,
     route_ahead_late: options.RouteAheadLate = Settings.route_ahead_late,
     gate_precision: options.GatePrecision = Settings.gate_precision,
+    drop_cold_experts: options.DropColdExperts = 0.0,
+    drop_renorm: options.DropRenorm = Settings.drop_renorm,
+    drop_in_prefill: options.DropInPrefill = False,
+    drop_aware: options.DropAware = True,
+    expert_substitute: options.ExpertSubstitute = 0.0,
+    prefetch: options.Prefetch = 0,
+    predict_prefetch: options.PredictPrefetch = False,
+    predict_spec_max: options.PredictSpecMax = Settings.predict_spec_max,
+    predict_log: options.PredictLog = False,
     throttle: options.Throttle = 0.0,
     throttle_latency_ms: options.ThrottleLatencyMs = 0.0,
     forced_tokens: options.ForcedTokens = "",
@@ -97,6 +106,15 @@ def run(
         route_ahead_compute=route_ahead_compute,
         route_ahead_late=route_ahead_late,
         gate_precision=gate_precision,
+        drop_cold_experts=drop_cold_experts,
+        drop_renorm=drop_renorm,
+        drop_in_prefill=drop_in_prefill,
+        drop_aware=drop_aware,
+        expert_substitute=expert_substitute,
+        prefetch=prefetch,
+        predict_prefetch=predict_prefetch,
+        predict_spec_max=predict_spec_max,
+        predict_log=predict_log,
         throttle=throttle,
         throttle_latency_ms=throttle_latency_ms,
         replay_routing=replay_routing,
@@ -228,7 +246,7 @@ class Generation:
             "decode_steps": {
                 name: [getattr(step, name) for step in self.decode_steps] for name in STEP_COLUMNS
             },
-            **reports.ahead(self._llm),
+            **steering_report.facts(self._llm),
         }
 
 

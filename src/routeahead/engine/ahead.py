@@ -1,12 +1,14 @@
-"""Route-ahead in the engine: rows in, predictions made, rankings and early reads out.
+"""Predicting by gates in the engine: rows in, predictions made, rankings and early reads out.
 
-In a layer's callback, in this order (`Stream.routed`):
+Route-ahead commits what is predicted here, predicted prefetch only reads it. In a layer's
+callback, in this order (`Stream.routed`):
 
 1. `settle`: rankings that have arrived are handed to the policy; with late="wait" the one for
    this very layer is waited for. The watchdog looks at the router's choice.
-2. The policies commit the routing and the layer's own reads go to the lanes.
-3. `predict`: the row is given to the predictor, for the layer N further on, and the experts of
-   every ranking that has arrived are read early.
+2. The policies decide the routing, and the layer's own reads go to the lanes. (With dropping, they
+   go when the weights are known, and 3 comes before that: the row does not live so long.)
+3. `predict`: the row is given to the predictor, for the layer N further on.
+4. `issue`: the experts of every ranking that has arrived are read early.
 """
 
 from __future__ import annotations
@@ -16,20 +18,21 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from routeahead.engine import ggml
-from routeahead.engine.gate_tap import GateTap, Row
-from routeahead.engine.gates import Gate, Precision
+from routeahead.engine.gate_tap import Row
 from routeahead.engine.predictor import Inline, Prediction, Worker
-from routeahead.routing.route_ahead import Reason, RouteAhead
+from routeahead.engine.ranker import Ranker
+from routeahead.routing.route_ahead import Reason
+from routeahead.routing.watchdog import Watchdog
 from routeahead.telemetry.counters import Phase
 
 Ids = npt.NDArray[np.int32]
 ReadEarly = Callable[[int, Sequence[int]], None]
+Resident = Callable[[int, int], bool]
 Recorded = Callable[[int, int], Ids]
 
 _PREDICTORS: dict[str, type[Inline] | type[Worker]] = {"inline": Inline, "worker": Worker}
@@ -52,43 +55,61 @@ class AheadTimes:
     watchdog_s: float = 0.0
 
 
+class Policy(Protocol):
+    """What is done with rankings. `depth` in MoE layers; `serial` numbers the steps."""
+
+    depth: int
+    serial: int
+
+    def begin(self) -> None: ...
+
+    def offer(self, serial: int, index: int, ids: Ids) -> bool: ...
+
+    def cannot_predict(self, index: int, reason: Reason) -> None: ...
+
+
 class Ahead:
-    """Joins the gate tap, the predictor and the policy. Belongs to the evaluation thread.
+    """Joins the ranker, the predictor and a policy. Belongs to the evaluation thread.
 
     Attributes:
-        policy: decides what is committed.
+        policy: what the rankings are for.
+        ranker: where they come from.
+        watchdog: once it has bitten, there are no more.
         times: what it costs.
     """
 
     def __init__(
         self,
         layers: Sequence[int],
-        depth: int,
-        tap: GateTap,
+        policy: Policy,
+        ranker: Ranker,
+        watchdog: Watchdog,
         *,
         compute: Literal["inline", "worker"],
         late: Literal["pass", "wait"],
-        precision: Precision,
         read_early: ReadEarly,
         recorded: Recorded | None = None,
+        cold_share: float = 0.0,
+        resident: Resident | None = None,
     ) -> None:
         """
         Args:
             layers: numbers of the MoE layers, in order.
-            depth: N.
-            read_early: called with a layer and the experts that it will certainly use.
+            read_early: called with a layer and the experts that were predicted, best first.
             recorded: (position, layer) → ids that take the place of every ranking (a forced run).
+            cold_share: predicted share of a routing below which an expert is going to be dropped
+                if it is not in memory, so that it is not read early; the top expert always is.
+            resident: (layer, expert) → whether its bytes are in memory; with `cold_share`.
         """
-        self.policy = RouteAhead(list(layers), depth)
+        self.policy, self.ranker, self.watchdog = policy, ranker, watchdog
         self.times = AheadTimes()
-        self._layers, self._tap, self._late, self._precision = layers, tap, late, precision
+        self._layers, self._late = layers, late
         self._index = {layer: index for index, layer in enumerate(layers)}
-        self._gates: dict[int, Gate] = {}
         self._predictor = _PREDICTORS[compute](self._rank)
         self._read_early, self._recorded = read_early, recorded
+        self._cold_share, self._resident = cold_share, resident
         self._asked: deque[Prediction] = deque()  # not yet collected, oldest first
-        self._fresh: list[tuple[int, Ids]] = []  # layers and rankings to read for
-        self._unknown = 0  # layers whose selection rule was not understood
+        self._fresh: list[tuple[int, list[int]]] = []  # layers and experts to read for
         self._decoding = False
         self._position = 0
 
@@ -97,46 +118,51 @@ class Ahead:
         self._decoding, self._position = phase == "decode", position
         self._forget()
         self.policy.begin()
-        self._tap.begin(reading=self._decoding and self.policy.armed)
-        if self._decoding and len(self._gates) + self._unknown < len(self._tap.routers):
-            self._prepare_gates()
+        self.ranker.tap.begin(reading=self._decoding and self.watchdog.armed)
+        if self._decoding:
+            self.ranker.prepare()
 
     def settle(self, layer: int, ids: Ids, row: Row | None) -> None:
         """At the top-k of `layer`, before its routing is decided; `ids` are the router's own."""
-        if not self._decoding or not self.policy.armed:
+        if not self._decoding or not self.watchdog.armed:
             return
         index = self._index[layer]
         if self._asked:
             self._collect(index, wait=self._late == "wait")
-        if self.policy.watches() and row is not None and len(ids) == 1 and index in self._gates:
+        if self.watchdog.wants() and row is not None and len(ids) == 1 and index in self.ranker:
             router = ids[0].copy()
             self._submit(Prediction(self.policy.serial, index, row, router))
 
     def predict(self, layer: int, rows: int, row: Row | None) -> None:
-        """At the same top-k, after its own reads were issued; `row` is the gate's input."""
-        if not self._decoding or not self.policy.armed:
+        """At the same top-k; `row` is the gate's input."""
+        if not self._decoding or not self.watchdog.armed:
             return
-        start, computed = time.perf_counter(), self.times.gemv_s
+        start, inline = time.perf_counter(), 0.0
         index = self._index[layer]
         target = index + self.policy.depth
         if target < len(self._layers):
             if row is None:
                 why: Reason = "several_rows" if rows != 1 else "unreadable"
                 self.policy.cannot_predict(target, why)
-            elif target not in self._gates:
+            elif target not in self.ranker:
                 self.policy.cannot_predict(target, "first_token")
             else:
-                self._submit(Prediction(self.policy.serial, target, row))
-        self._issue(index)
-        inline = self.times.gemv_s - computed if isinstance(self._predictor, Inline) else 0.0
+                prediction = Prediction(self.policy.serial, target, row)
+                self._submit(prediction)
+                inline = prediction.cpu_s if isinstance(self._predictor, Inline) else 0.0
         self.times.issue_s += max(0.0, time.perf_counter() - start - inline)
 
-    def poll(self, layer: int) -> None:
-        """At a later stop of `layer`: what a worker has predicted meanwhile can be read."""
+    def issue(self, layer: int) -> None:
+        """At any stop of `layer` after its own reads: those for the rankings that have arrived."""
+        if not (self._asked or self._fresh):
+            return
+        start = time.perf_counter()
         if self._asked:
-            start = time.perf_counter()
-            self._issue(self._index[layer])
-            self.times.issue_s += time.perf_counter() - start
+            self._collect(self._index[layer], wait=False)
+        for target, experts in self._fresh:
+            self._read_early(target, experts)
+        self._fresh.clear()
+        self.times.issue_s += time.perf_counter() - start
 
     def recover(self) -> None:
         """After a fault: no prediction of the void token is of use."""
@@ -151,14 +177,6 @@ class Ahead:
         for prediction in self._asked:
             prediction.void = True
         self._asked.clear()
-        self._fresh.clear()
-
-    def _issue(self, index: int) -> None:
-        """Reads for the rankings that have arrived. At `index` is the layer that runs now."""
-        if self._asked:
-            self._collect(index, wait=False)
-        for layer, ids in self._fresh:
-            self._read_early(layer, ids.tolist())
         self._fresh.clear()
 
     def _submit(self, prediction: Prediction) -> None:
@@ -196,33 +214,32 @@ class Ahead:
         if self._recorded:
             ids = self._recorded(self._position, layer)
         if self.policy.offer(prediction.serial, target, ids) and target > index:
-            self._fresh.append((layer, ids))
+            self._fresh.append((layer, self._worth_reading(layer, ids, prediction)))
 
-    def _prepare_gates(self) -> None:
-        """For the layers that the prompt has shown. No prediction is under way."""
-        self._unknown = 0
-        for layer, router in self._tap.routers.items():
-            index = self._index[layer]
-            if router is None:
-                self._unknown += 1
-            elif index not in self._gates:
-                self._gates[index] = Gate(ggml.tensor_at(router.gate), self._precision)
-        if self._unknown:
-            warnings.warn(
-                f"route-ahead does not understand how {self._unknown} layers choose their experts: "
-                "they keep their router's choice",
-                stacklevel=2,
-            )
+    def _worth_reading(self, layer: int, ids: Ids, prediction: Prediction) -> list[int]:
+        """The experts of a ranking, less those that are going to be dropped unread."""
+        experts: list[int] = ids.tolist()
+        if prediction.logits is None or self._resident is None:
+            return experts
+        shares = self.ranker.rule(prediction.index).shares(prediction.logits, ids).tolist()
+        top = max(shares)
+        return [
+            expert
+            for expert, share in zip(experts, shares, strict=True)
+            if share >= self._cold_share or share == top or self._resident(layer, expert)
+        ]
 
-    def _rank(self, index: int, row: Row) -> Ids:
+    def _rank(self, prediction: Prediction) -> Ids:
         """Runs on the predictor's thread."""
-        router = self._tap.routers[self._layers[index]]
-        assert router  # it has a gate
-        return router.rule.select(self._gates[index].logits(row))
+        index = prediction.index
+        logits = self.ranker.logits(index, prediction.row)
+        if self._cold_share:
+            prediction.logits = logits.copy()
+        return self.ranker.rule(index).select(logits)
 
     def _watch(self, router: Ids, ids: Ids | None, cpu_s: float) -> None:
         start = time.perf_counter()
-        why = self.policy.watch(router, ids) if ids is not None else ""
+        why = self.watchdog.watch(router, ids) if ids is not None else ""
         if why:
             self._disarm(why)
         self.times.watchdog_s += cpu_s + time.perf_counter() - start
@@ -230,7 +247,7 @@ class Ahead:
     def _disarm(self, why: str) -> None:
         self._forget()
         warnings.warn(
-            f"route-ahead has disarmed itself: {why}; from here on every routing is the router's "
-            "own until the model is closed",
+            f"predictions have disarmed themselves: {why}; from here on every routing is the "
+            "router's own, and read when it is known, until the model is closed",
             stacklevel=2,
         )

@@ -8,7 +8,8 @@ there is something to decide:
 * after a layer's top-k was computed: its experts are known;
 * before a product over experts whose bytes are still being read;
 * for a trace, after the experts' outputs were weighted;
-* under route-ahead, after a gate product whose input does not survive until the top-k.
+* under route-ahead, after a gate product whose input does not survive until the top-k;
+* under dropping, after the last node of a layer's weights, which are final then.
 
 The filter is also the gate against the worst bug, a token computed from bytes that had not
 arrived: a product over experts whose ids are not those of the last top-k that Python has handled,
@@ -46,7 +47,9 @@ GATE_INPUT = 8  # where that product's input begins; 0: the product has not been
 GATE_END = 9  # and where it ends
 DAMAGED = 10  # a node after the product writes into it
 STOP_AT_GATE = 11  # stop after the gate product, because the top-k is too late
-STATE_WORDS = 12
+WEIGHTS = 12  # name of the layer's last weights node, as many words as a name has; 0: not wanted
+WEIGHTS_MASK = 20  # masks what may stand behind the end of that name, word by word
+STATE_WORDS = 28
 
 _MUL, _MUL_MAT, _MUL_MAT_ID = (ggml.op_code(name) for name in ("MUL", "MUL_MAT", "MUL_MAT_ID"))
 _VIEW, _RESHAPE, _PERMUTE, _TRANSPOSE = (
@@ -63,7 +66,8 @@ _PREFIX = int.from_bytes(TOPK_PREFIX[:8], "little")
 _TOPK_TAIL = int.from_bytes(TOPK_PREFIX[8:], "little")
 _TOPK_MASK = (1 << 8 * len(TOPK_PREFIX[8:])) - 1
 _WEIGHTED = int.from_bytes(b"weighted", "little")
-_TENSOR_WORDS = ggml.Tensor.name.offset // 8 + 8
+NAME_WORDS = 8
+_TENSOR_WORDS = _NAME_WORD + NAME_WORDS
 
 
 @intrinsic
@@ -113,6 +117,15 @@ def _watch_gate(state: Any, words: Any, op: Any) -> Any:
     return False
 
 
+@numba.njit
+def _ends_weights(state: Any, words: Any) -> Any:
+    """Whether this is the node whose name Python wrote into the state."""
+    for word in range(NAME_WORDS):
+        if words[_NAME_WORD + word] & state[WEIGHTS_MASK + word] != state[WEIGHTS + word]:
+            return False
+    return True
+
+
 @functools.cache
 def compiled() -> Any:
     """The filter as a numba cfunc `bool (ggml_tensor *, bool ask, int64 *state)`."""
@@ -133,7 +146,8 @@ def compiled() -> Any:
             topk = second & _TOPK_MASK == _TOPK_TAIL
             weighted = state[TRACING] != 0 and op == _MUL and second == _WEIGHTED
             at_gate = state[GATE] != 0 and _watch_gate(state, words, op)
-            return at_gate or (first == _PREFIX and (topk or weighted))
+            weighed = state[WEIGHTS] != 0 and _ends_weights(state, words)
+            return at_gate or weighed or (first == _PREFIX and (topk or weighted))
         state[ACK] = 0
         state[CALLS] += 1
         answer: Any = _call(state[CALLBACK], tensor, types.int8(ask))  # type: ignore[call-arg]

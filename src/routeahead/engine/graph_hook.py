@@ -3,7 +3,11 @@
 Order of events in a layer, as llama.cpp runs it:
 
 1. `ffn_moe_topk-L` was computed → `Observer.routed(layer, ids, row)`.
-2. A product over experts (MUL_MAT_ID) is *about to run*, while reads are pending →
+2. Under dropping, the last node of the layer's weights was computed → `Observer.weighed(weights)`.
+   Which node that is differs between architectures: it is what `ffn_moe_weighted-L` multiplies the
+   experts' outputs by. The first graph shows it; until then, and where it is computed after the
+   first product, nothing is dropped.
+3. A product over experts (MUL_MAT_ID) is *about to run*, while reads are pending →
    `Observer.product(...)` must return only once its bytes are there. Whether more products of the
    layer have reads pending decides if the graph stops after this one; otherwise llama.cpp would
    ask for the next product before this one has run, and nothing would overlap.
@@ -15,7 +19,7 @@ whatever is in memory. It is kept in `fault`; the filter ends the graph; `check`
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,12 +32,18 @@ from routeahead.engine.graph_filter import (
     CALLBACK,
     CALLS,
     FAULT,
+    NAME_WORDS,
     PENDING,
     ROUTED,
     TOPK_PREFIX,
     TRACING,
+    WEIGHTS,
+    WEIGHTS_MASK,
 )
 from routeahead.errors import StreamError
+
+_WEIGHTED_PREFIX = b"ffn_moe_weighted"
+_VIEWS = ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE")
 
 _StopFunction = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p, ctypes.c_int8)
 
@@ -64,6 +74,14 @@ class Observer(Protocol):
         """
         ...
 
+    def weighed(self, weights: npt.NDArray[np.float32]) -> bool:
+        """The last routing's final weights (rows, top-k), in the graph's own memory: a write
+        changes them. Only called under dropping, before any product of the layer.
+
+        Returns whether products of this layer must be announced to `product`.
+        """
+        ...
+
     def weighted(self, weights: npt.NDArray[np.float32]) -> None:
         """The weights (rows, top-k) that the last routing got; only called while tracing."""
         ...
@@ -88,6 +106,10 @@ class GraphHook:
         self._layers: dict[bytes, int] = {}  # node name → layer
         self.fault: BaseException | None = None
         self._tap: GateTap | None = None
+        self._topk = 0  # address of the last top-k
+        self._tracing = False
+        self._unweighed: set[int] = set()  # layers whose last weights node is not known yet
+        self._weights: dict[int, npt.NDArray[np.int64]] = {}  # `_name_words` of the others'
 
     @property
     def callback(self) -> int:
@@ -105,19 +127,34 @@ class GraphHook:
         """Calls into Python so far."""
         return int(self._state[CALLS])
 
-    def attach(self, observer: Observer, *, tracing: bool) -> None:
-        self._observer = observer
-        self._state[TRACING] = tracing
+    def attach(self, observer: Observer, *, tracing: bool, weighing: Collection[int] = ()) -> None:
+        """
+        Args:
+            tracing: call `Observer.weighted`.
+            weighing: layers for which to call `Observer.weighed`.
+        """
+        self._observer, self._tracing = observer, tracing
+        self._unweighed = set(weighing)
+        self._state[TRACING] = tracing or bool(weighing)
 
     def tap_gates(self, layers: Sequence[int]) -> GateTap:
         """From now on `Observer.routed` is given the gates' inputs."""
         self._tap = GateTap(self._state, layers)
         return self._tap
 
+    def selection_scores(self) -> npt.NDArray[np.float32]:
+        """(rows, n_expert), what the last top-k ranked the experts by; valid at its stop only."""
+        node = ggml.tensor_at(self._topk)
+        while ggml.op_name(node) in _VIEWS:
+            node = ggml.tensor_at(node.src[0])
+        if ggml.op_name(node) != "ARGSORT":
+            raise StreamError("this architecture's top-k does not show what it ranks experts by")
+        return _floats(ggml.tensor_at(node.src[0]))
+
     def begin(self) -> None:
         """Before a decode: no top-k has been seen, nothing has gone wrong."""
         self.fault = None
-        self._state[PENDING] = self._state[ROUTED] = self._state[FAULT] = 0
+        self._state[PENDING] = self._state[ROUTED] = self._state[FAULT] = self._state[WEIGHTS] = 0
 
     def check(self) -> None:
         """After a decode.
@@ -142,20 +179,39 @@ class GraphHook:
     def _stopped(self, address: int) -> int:
         tensor = ggml.tensor_at(address)
         name = tensor.name
-        if not name.startswith(TOPK_PREFIX):
-            if self._tap and tensor.op == ggml.op_code("MUL_MAT"):
-                self._tap.at_gate(tensor)
-                return 1
-            # Neither operand of the product that weighted the experts has been overwritten yet.
-            self._observer.weighted(_weights(ggml.tensor_at(tensor.src[1])))
-            return 1
+        if name.startswith(TOPK_PREFIX):
+            self._at_topk(name, tensor, address)
+        elif name.startswith(_WEIGHTED_PREFIX):
+            self._at_weighted(name, tensor)
+        elif self._tap and tensor.op == ggml.op_code("MUL_MAT"):
+            self._tap.at_gate(tensor)
+        else:
+            self._state[WEIGHTS] = 0
+            self._state[PENDING] = self._observer.weighed(_weights(tensor))
+        return 1
+
+    def _at_topk(self, name: bytes, tensor: ggml.Tensor, address: int) -> None:
         layer = self._layers.get(name)
         if layer is None:
             layer = self._layers[name] = int(name[len(TOPK_PREFIX) :])
         row = self._tap.at_topk(layer, address) if self._tap else None
+        if layer in self._weights:
+            self._state[WEIGHTS : WEIGHTS_MASK + NAME_WORDS] = self._weights[layer]
+        self._topk = address
         self._state[PENDING] = self._observer.routed(layer, _matrix(tensor), row)
         self._state[ROUTED] = address
-        return 1
+
+    def _at_weighted(self, name: bytes, tensor: ggml.Tensor) -> None:
+        """Neither operand of the product that weighted the experts has been overwritten yet."""
+        weights = ggml.tensor_at(tensor.src[1])
+        if self._tracing:
+            self._observer.weighted(_weights(weights).copy())
+        if self._unweighed:
+            layer = int(name.rpartition(b"-")[2])
+            if layer in self._unweighed:
+                self._unweighed.discard(layer)
+                self._weights[layer] = _name_words(weights.name)
+            self._state[TRACING] = self._tracing or bool(self._unweighed)
 
     def _product(self, address: int) -> int:
         tensor = ggml.tensor_at(address)
@@ -172,16 +228,35 @@ class GraphHook:
         return int(pending)
 
 
+def _name_words(name: bytes) -> npt.NDArray[np.int64]:
+    """A node's name and the mask of what it fills, as WEIGHTS and WEIGHTS_MASK have them."""
+    size = 8 * NAME_WORDS
+    ended = (name + b"\0")[:size]
+    mask = b"\xff" * len(ended)
+    return np.frombuffer(ended.ljust(size, b"\0") + mask.ljust(size, b"\0"), np.int64)
+
+
 def _weights(tensor: ggml.Tensor) -> npt.NDArray[np.float32]:
-    """A float32 tensor of ggml shape (1, top-k, rows), as a copy (rows, top-k)."""
+    """A float32 tensor of ggml shape (1, top-k, rows), in place, as (rows, top-k)."""
     slots, rows, slot_stride, row_stride = tensor.ne[1], tensor.ne[2], tensor.nb[1], tensor.nb[2]
+    return _strided(tensor, rows, slots, row_stride, slot_stride)
+
+
+def _floats(tensor: ggml.Tensor) -> npt.NDArray[np.float32]:
+    """A float32 tensor of ggml shape (columns, rows), in place, as (rows, columns)."""
+    return _strided(tensor, tensor.ne[1], tensor.ne[0], tensor.nb[1], tensor.nb[0])
+
+
+def _strided(
+    tensor: ggml.Tensor, rows: int, columns: int, row_stride: int, column_stride: int
+) -> npt.NDArray[np.float32]:
     if not rows:
-        return np.empty((0, slots), np.float32)
-    length = row_stride * (rows - 1) + slot_stride * (slots - 1) + 4
+        return np.empty((0, columns), np.float32)
+    length = row_stride * (rows - 1) + column_stride * (columns - 1) + 4
     memory: Any = (ctypes.c_char * length).from_address(tensor.data)
-    strides = (row_stride, slot_stride)
-    weights: npt.NDArray[np.float32] = np.ndarray((rows, slots), np.float32, memory, 0, strides)
-    return np.array(weights)
+    strides = (row_stride, column_stride)
+    values: npt.NDArray[np.float32] = np.ndarray((rows, columns), np.float32, memory, 0, strides)
+    return values
 
 
 def _matrix(tensor: ggml.Tensor) -> npt.NDArray[np.int32]:

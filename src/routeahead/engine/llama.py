@@ -13,9 +13,9 @@ import psutil
 
 from routeahead.config import Settings
 from routeahead.engine import native_log
-from routeahead.engine.ahead import Ahead
 from routeahead.engine.gguf_file import read_layout
 from routeahead.engine.memory import available_bytes
+from routeahead.engine.steering import Steering
 from routeahead.engine.streamed_model import Progress, StreamedModel, WrapReader
 from routeahead.errors import ModelError, SettingsError, StreamError
 from routeahead.experts.layout import MIB
@@ -245,9 +245,9 @@ class Llama(llama_cpp.Llama):
         return self.streamed.stream.source if self.streamed else None
 
     @property
-    def route_ahead(self) -> Ahead | None:
-        """Route-ahead's parts; None where it is off."""
-        return self.streamed.stream.ahead if self.streamed else None
+    def steering(self) -> Steering:
+        """The policies and their helpers, with what they have counted."""
+        return self.streamed.stream.steering if self.streamed else Steering()
 
     @property
     def direct_io(self) -> bool:

@@ -3,8 +3,9 @@
 Hand-overs between threads (worker only):
 
 * `Prediction`: the evaluation thread makes it, with a copy of the hidden row, and from `submit` on
-  only reads `done` and sets `void`. The worker writes `ids` or `error`, then `done`, then releases
-  the prediction's lock; who finds `done`, or has acquired the lock in `wait`, may read the rest.
+  only reads `done` and sets `void`. The worker writes `ids` and `logits`, or `error`, then `done`,
+  then releases the prediction's lock; who finds `done`, or has acquired the lock in `wait`, may
+  read the rest.
 * `void` goes the other way: the evaluation thread sets it when nobody wants the prediction any
   more. The worker may see it too late and compute for nothing, which does no harm: a prediction
   carries the serial number of its step.
@@ -24,7 +25,6 @@ import numpy.typing as npt
 
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int32]
-Rank = Callable[[int, Row], Ids]
 
 
 class Prediction:
@@ -34,6 +34,7 @@ class Prediction:
         serial: number of the decode step.
         index: of the layer it is for, among the MoE layers.
         ids: int32 (top_k,), best first, once `done`.
+        logits: float32 (n_expert,) that they come from, where they are of use later.
         error: what went wrong instead.
         cpu_s: CPU time it took.
         router: what the layer's own router chose on the same row, for the watchdog to compare;
@@ -41,23 +42,25 @@ class Prediction:
     """
 
     __slots__ = (
-        "_settled", "cpu_s", "done", "error", "ids", "index", "router", "row", "serial", "void",
+        "_settled", "cpu_s", "done", "error", "ids", "index", "logits", "router", "row", "serial",
+        "void",
     )  # fmt: skip
 
     def __init__(self, serial: int, index: int, row: Row, router: Ids | None = None) -> None:
         self.serial, self.index, self.row, self.router = serial, index, row, router
         self.ids: Ids | None = None
+        self.logits: npt.NDArray[np.float32] | None = None
         self.error: BaseException | None = None
         self.cpu_s = 0.0
         self.done = self.void = False
         self._settled = _thread.allocate_lock()
         self._settled.acquire()
 
-    def run(self, rank: Rank) -> None:
+    def run(self, rank: Callable[[Prediction], Ids]) -> None:
         start = time.thread_time()
         try:
             if not self.void:
-                self.ids = rank(self.index, self.row)
+                self.ids = rank(self)
         except BaseException as error:  # raised where the prediction is collected
             self.error = error
         self.cpu_s = time.thread_time() - start
@@ -67,6 +70,9 @@ class Prediction:
     def wait(self) -> None:
         with self._settled:
             pass
+
+
+Rank = Callable[[Prediction], Ids]
 
 
 class Inline:

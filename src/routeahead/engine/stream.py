@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from routeahead.engine.ahead import Ahead
+from routeahead.engine.steering import Steering
 from routeahead.errors import StreamError
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.source import ExpertSource, Load
-from routeahead.routing.policy import Routing, RoutingPolicy
+from routeahead.routing.policy import Routing
 from routeahead.telemetry.counters import Phase
 from routeahead.telemetry.route_log import RouteLog
 
@@ -21,6 +21,7 @@ class Stream:
     """Observer of one context: at each top-k it provides the experts, at each product it waits.
 
     Attributes:
+        steering: the policies and their helpers.
         mgmt_s: seconds of the evaluation thread in here, waiting for bytes excluded.
     """
 
@@ -30,22 +31,22 @@ class Stream:
         tensors: Mapping[int, ExpertTensor],
         *,
         overlap: bool,
-        policies: Sequence[RoutingPolicy] = (),
+        scores: Callable[[], npt.NDArray[np.float32]],
+        steering: Steering,
         log: RouteLog | None = None,
-        ahead: Ahead | None = None,
     ) -> None:
         """
         Args:
             tensors: address of an expert tensor's struct → where it lies in the file.
-            policies: may change each routing, in this order.
+            scores: gives (rows, n_expert), what the top-k that stops the graph has ranked.
             log: is told of each routing.
-            ahead: predicts routings; its policy is one of `policies`.
         """
         self.source = source
         self._tensors = tensors
         self._overlap = overlap
-        self._policies, self._log, self.ahead = policies, log, ahead
+        self._scores, self.steering, self._log = scores, steering, log
         self._load: Load | None = None
+        self._held: tuple[int, npt.NDArray[np.int32]] | None = None  # routed, weights unknown yet
         self._order: list[str] = []  # projections as the graph was seen to compute them
         self._known = {tensor.projection for tensor in tensors.values()}
         self._position = Positions()
@@ -56,41 +57,88 @@ class Stream:
         """A batch whose first token stands at `position` is about to be evaluated."""
         self.phase = phase
         self._position.begin(position)
-        if self.ahead:
-            self.ahead.begin(phase, position)
+        if self.steering.ahead:
+            self.steering.ahead.begin(phase, position)
+        if self.steering.probe:
+            self.steering.probe.begin(phase)
         if self._log and position == 0:
             self._log.turn()
 
     def end(self) -> None:
         """The batch was evaluated."""
-        if self.ahead:
+        if self.steering.ahead:
             self.source.release()
 
     def routed(
         self, layer: int, ids: npt.NDArray[np.int32], row: npt.NDArray[np.float32] | None
     ) -> bool:
         start, stalled = time.perf_counter(), self.source.stall_s
-        if self.ahead:
-            self.ahead.settle(layer, ids, row)
-        if self._policies or self._log:
+        steering = self.steering
+        if steering.probe:
+            steering.probe.routed(layer, ids, row)
+        if steering.ahead:
+            steering.ahead.settle(layer, ids, row)
+        if steering.policies or self._log:
             self._decide(layer, ids)
-        experts = ids[0].tolist() if len(ids) == 1 else list(dict.fromkeys(ids.ravel().tolist()))
+        hold = steering.drop is not None and steering.drop.armed(self.phase)
+        if hold:
+            self._held = layer, ids
+        else:
+            self._provide(layer, ids)
+        if steering.ahead:
+            steering.ahead.predict(layer, len(ids), row)
+        if not hold:
+            self._provided(layer)
+        self._account(start, stalled)
+        return hold or self._load is not None
+
+    def weighed(self, weights: npt.NDArray[np.float32]) -> bool:
+        start, stalled = time.perf_counter(), self.source.stall_s
+        if self._held and self.steering.drop:
+            layer, ids = self._held
+            if self._log:
+                self._log.weighted(weights)
+            dropped = self.steering.drop.drop(layer, ids, weights, self.source.resident)
+            if self._log:
+                self._log.dropped(dropped)
+            self._provide_held()
+        self._account(start, stalled)
+        return self._load is not None
+
+    def _provide_held(self) -> None:
+        """The routing that was held back until its weights were known is final."""
+        assert self._held
+        (layer, ids), self._held = self._held, None
+        self._provide(layer, ids)
+        self._provided(layer)
+
+    def _provide(self, layer: int, ids: npt.NDArray[np.int32]) -> None:
+        """Starts reading what the layer lacks, then what later ones may."""
+        experts = ids[0].tolist() if len(ids) == 1 else ids.ravel().tolist()
+        if len(ids) != 1 or self.steering.drop:  # a dropped slot has its top expert's id
+            experts = list(dict.fromkeys(experts))
         self._load = self.source.require(layer, experts)
-        if self.ahead:
-            self.ahead.predict(layer, len(ids), row)
+        if self.steering.temporal and self.phase == "decode":
+            for target, guess in self.steering.temporal.guesses(layer):
+                self.source.guess(target, guess)
+        if self.steering.temporal:
+            self.steering.temporal.routed(layer, ids)
+
+    def _provided(self, layer: int) -> None:
+        """The layer's reads are with the lanes: others may follow them."""
+        if self.steering.ahead:
+            self.steering.ahead.issue(layer)
         if self._load and not self._overlap:
             self.source.wait(self._load)
             self._load = None
-        self._account(start, stalled)
-        return self._load is not None
 
     def _decide(self, layer: int, ids: npt.NDArray[np.int32]) -> None:
         """Lets the policies change the routing, and logs what became of it."""
         positions = self._position.rows(layer, len(ids))
         router = ids.copy()
-        routing = Routing(self.phase, layer, positions, ids)
+        routing = Routing(self.phase, layer, positions, ids, self._scores, self.source.resident)
         committed = False
-        for policy in self._policies:
+        for policy in self.steering.policies:
             committed |= policy.commit(routing)
         if self._log:
             cache = self.source.cache
@@ -105,6 +153,11 @@ class Stream:
     def product(self, tensor: int) -> bool:
         start, stalled = time.perf_counter(), self.source.stall_s
         weights = self._tensors[tensor]
+        if self._held and self._held[0] == weights.layer:
+            self._provide_held()  # no node was found at which its weights are final
+            if self._load is None:
+                self._account(start, stalled)
+                return False
         if self._load is None or self._load.layer != weights.layer:
             raise StreamError(f"{weights.name} is used, but the last top-k was of another layer")
         if len(self._order) < len(self._known):
@@ -113,8 +166,8 @@ class Stream:
         if self._load.done():
             self.source.wait(self._load)  # returns at once, or raises what a read met with
             self._load = None
-        if self.ahead:
-            self.ahead.poll(weights.layer)
+        if self.steering.ahead:
+            self.steering.ahead.issue(weights.layer)
         self._account(start, stalled)
         return self._load is not None
 
@@ -127,9 +180,9 @@ class Stream:
 
     def recover(self) -> None:
         """Forgets everything that a void graph left behind."""
-        self._load = None
-        if self.ahead:
-            self.ahead.recover()
+        self._load = self._held = None
+        if self.steering.ahead:
+            self.steering.ahead.recover()
         self.source.recover()
 
     def _learn(self, projection: str) -> None:

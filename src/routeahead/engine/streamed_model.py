@@ -12,19 +12,17 @@ from typing import Any
 import llama_cpp
 
 from routeahead.config import Settings
-from routeahead.engine.ahead import Ahead
 from routeahead.engine.graph_hook import GraphHook
 from routeahead.engine.memory import available_bytes
 from routeahead.engine.placement import Placement
+from routeahead.engine.steering import steer
 from routeahead.engine.stream import Stream
 from routeahead.errors import ModelError, SettingsError
 from routeahead.experts.arena import Arena
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader, Throttled
 from routeahead.experts.source import ExpertSource, dense_runs, read_dense
-from routeahead.routing.forced import ForcedRouting
 from routeahead.telemetry.recorder import NOTHING, Outputs, Recorder
-from routeahead.telemetry.route_trace import read_trace
 
 Progress = Callable[[int, int], None]
 WrapReader = Callable[[Reader], Reader]
@@ -119,42 +117,21 @@ class StreamedModel:
         self._closers.callback(self.recorder.close)
         if self.recorder.io:
             source.lanes.records = self.recorder.io.records
-        forced = self._forced()
-        ahead = self._ahead(source, forced)
+        steering = steer(self._settings, layout, self._top_k, self.hook, source)
+        self._closers.callback(steering.close)
         self.stream = Stream(
             source,
             {tensors[e.name]: e for e in layout.experts},
             overlap=self._settings.overlap,
-            policies=[*([ahead.policy] if ahead else []), *([forced] if forced else [])],
+            scores=self.hook.selection_scores,
+            steering=steering,
             log=self.recorder.routes,
-            ahead=ahead,
         )
-        self.hook.attach(self.stream, tracing=self.recorder.routes is not None)
-
-    def _forced(self) -> ForcedRouting | None:
-        if not self._settings.replay_routing:
-            return None
-        trace, layout = read_trace(self._settings.replay_routing), self.layout
-        return ForcedRouting(
-            trace, layers=layout.moe_layers, n_expert=layout.n_expert, top_k=self._top_k
+        self.hook.attach(
+            self.stream,
+            tracing=self.recorder.routes is not None,
+            weighing=layout.moe_layers if steering.drop else (),
         )
-
-    def _ahead(self, source: ExpertSource, forced: ForcedRouting | None) -> Ahead | None:
-        settings, layers = self._settings, self.layout.moe_layers
-        if not settings.route_ahead:
-            return None
-        ahead = Ahead(
-            layers,
-            settings.route_ahead,
-            self.hook.tap_gates(layers),
-            compute=settings.route_ahead_compute,
-            late=settings.route_ahead_late,
-            precision=settings.gate_precision,
-            read_early=source.read_early,
-            recorded=forced.selection if forced else None,
-        )
-        self._closers.callback(ahead.close)
-        return ahead
 
     def _map_dense(self) -> None:
         for shard, start, end in dense_runs(self.layout.dense):

@@ -108,6 +108,12 @@ class ExpertCache:
         self._beside += self._bytes[layer] * len(misses)
         return misses
 
+    def protect(self, layer: int, experts: Iterable[int]) -> None:
+        """Keeps what is here of the `experts` of a later `layer` until the batch after its own."""
+        here = {expert: False for expert in experts if (layer, expert) in self._entries}
+        if here:
+            self._early[layer] = here
+
     def _admit(self, key: tuple[int, int], misses: list[int]) -> None:
         self._entries[key] = None
         misses.append(key[1])

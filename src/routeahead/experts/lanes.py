@@ -9,9 +9,10 @@ Hand-overs between threads:
   of the ticket's reads. Acquiring the lock orders the lanes' writes before that use.
 * Queues are `deque`s: `append` and `popleft` are atomic. A wake-up token a lane follows every
   submission, and a lane that wakes empties the queues, so that a token never gets lost.
-* Two queues: *demand* (a layer waits) is served before *committed* (a later layer will certainly
-  use it). The evaluation thread alone adds to them. `adopt` takes a layer's committed reads back
-  out of the queue, while lanes take from its front too: whoever pops a read owns it.
+* Three queues: *demand* (a layer waits) is served before *committed* (a later layer will certainly
+  use it), and that before *speculative* (a guess). The evaluation thread alone adds to them, and
+  takes a layer's committed reads (`adopt`) or all speculative ones (`revoke`) back out, while lanes
+  take from the front too: whoever pops a read owns it.
 * `drain` needs every lane at rest. It sends each a barrier as a wake-up token: a lane that waits at
   the barrier can take no second one, so all of them are through with their reads when it opens.
 """
@@ -25,12 +26,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from routeahead.errors import ReadError
 from routeahead.experts.arena import Arena, Pages
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.reader import Reader
+
+Kind = Literal["demand", "committed", "speculative"]
 
 
 class Ticket:
@@ -95,13 +98,14 @@ class Read:
 
     Attributes:
         ticket: who waits for it.
-        committed: it was begun early, for a layer that will certainly use it.
+        kind: why it was begun: a layer waits ("demand"), will certainly use it ("committed"), or
+            may use it ("speculative").
     """
 
-    __slots__ = ("committed", "slice", "ticket")
+    __slots__ = ("kind", "slice", "ticket")
 
-    def __init__(self, slice_: Slice, ticket: Ticket, committed: bool) -> None:
-        self.slice, self.ticket, self.committed = slice_, ticket, committed
+    def __init__(self, slice_: Slice, ticket: Ticket, kind: Kind) -> None:
+        self.slice, self.ticket, self.kind = slice_, ticket, kind
 
     def __str__(self) -> str:
         tensor = self.slice.tensor
@@ -114,7 +118,7 @@ class ReadRecord(NamedTuple):
     begin: float
     end: float
     lane: int
-    kind: str
+    kind: Kind
     layer: int
     expert: int
     projection: str
@@ -124,12 +128,13 @@ class ReadRecord(NamedTuple):
 
 
 class Lanes:
-    """`count` threads that serve reads: demand first, then oldest submission first."""
+    """`count` threads that serve reads: by kind, then oldest submission first."""
 
     def __init__(self, count: int, reader: Reader, arena: Arena) -> None:
         self._reader, self._arena = reader, arena
-        self._demand: deque[Read] = deque()
-        self._committed: deque[Read] = deque()
+        self._queues: dict[Kind, deque[Read]] = {
+            "demand": deque(), "committed": deque(), "speculative": deque(),
+        }  # fmt: skip
         self._wake: SimpleQueue[threading.Barrier | bool] = SimpleQueue()
         self._ledger = threading.Lock()
         self._busy = [0.0] * count  # seconds; entry i is written by lane i alone
@@ -156,15 +161,16 @@ class Lanes:
 
     @property
     def early_bytes(self) -> int:
-        """Those of committed reads."""
+        """Those of committed and speculative reads."""
         return sum(self._early_bytes)
 
     @property
     def reads(self) -> int:
         return sum(self._reads)
 
-    def submit(self, reads: Sequence[Read], *, committed: bool = False) -> None:
-        (self._committed if committed else self._demand).extend(reads)
+    def submit(self, reads: Sequence[Read], kind: Kind = "demand") -> None:
+        """Queues reads as `kind`, which may be more urgent than what they were made as."""
+        self._queues[kind].extend(reads)
         for _ in range(min(len(reads), len(self._threads))):
             self._wake.put(True)
 
@@ -175,24 +181,25 @@ class Lanes:
         layer adopts its own before the next one does.
         """
         adopted: list[Read] = []
-        while True:
-            try:
-                read = self._committed.popleft()
-            except IndexError:
-                return adopted
+        queue = self._queues["committed"]
+        while read := _pop(queue):
             if read.slice.tensor.layer != layer:
-                self._committed.appendleft(read)
-                return adopted
+                queue.appendleft(read)
+                break
             adopted.append(read)
+        return adopted
+
+    def revoke(self) -> list[Read]:
+        """Takes back every speculative read that no lane has begun."""
+        revoked: list[Read] = []
+        while read := _pop(self._queues["speculative"]):
+            revoked.append(read)
+        return revoked
 
     def cancel(self) -> None:
         """Settles everything that no lane has begun with an error; what is in flight goes on."""
-        for queue in (self._demand, self._committed):
-            while queue:
-                try:
-                    read = queue.popleft()
-                except IndexError:  # a lane was faster
-                    break
+        for queue in self._queues.values():
+            while read := _pop(queue):
                 self._settle(read, ReadError(f"{read}: cancelled"))
 
     def drain(self) -> None:
@@ -223,11 +230,9 @@ class Lanes:
                     token.wait()
 
     def _next(self) -> Read | None:
-        for queue in (self._demand, self._committed):
-            try:
-                return queue.popleft()
-            except IndexError:  # also where another lane was faster
-                continue
+        for queue in self._queues.values():
+            if read := _pop(queue):
+                return read
         return None
 
     def _run(self, lane: int, read: Read) -> None:
@@ -238,7 +243,7 @@ class Lanes:
             self._arena.provide(inner, view)
             got = self._reader.read(tensor.shard, offset, view, need)
             self._bytes[lane] += got
-            self._early_bytes[lane] += got if read.committed else 0
+            self._early_bytes[lane] += got if read.kind != "demand" else 0
             self._reads[lane] += 1
         except ReadError as caught:
             error = ReadError(f"{read}: {caught}")
@@ -249,8 +254,8 @@ class Lanes:
         if self.records is not None:
             self.records.append(
                 ReadRecord(
-                    start, end, lane, "committed" if read.committed else "demand", tensor.layer,
-                    expert, tensor.projection, tensor.shard, offset, got,
+                    start, end, lane, read.kind, tensor.layer, expert, tensor.projection,
+                    tensor.shard, offset, got,
                 )
             )  # fmt: skip
         self._settle(read, error)
@@ -258,3 +263,11 @@ class Lanes:
     def _settle(self, read: Read, error: BaseException | None) -> None:
         with self._ledger:
             read.ticket.settle(error)
+
+
+def _pop(queue: deque[Read]) -> Read | None:
+    """The oldest read; None where there is none, or another thread was faster."""
+    try:
+        return queue.popleft() if queue else None
+    except IndexError:
+        return None

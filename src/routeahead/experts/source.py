@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from routeahead.experts.arena import Arena
 from routeahead.experts.cache import ExpertCache
-from routeahead.experts.lanes import Lanes, Read, Slice, Ticket
+from routeahead.experts.guesses import Guess, Guesses
+from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
 from routeahead.experts.layout import ExpertTensor, ModelLayout, TensorInfo
 from routeahead.experts.reader import Reader
 
@@ -27,17 +28,17 @@ class Load:
     Attributes:
         experts: what is being read.
         tickets: projection → its reads; a projection that is absent has nothing to wait for.
-        adopted: the layer's reads that were begun early.
+        adopted: reads of the layer that were begun before it asked.
     """
 
     layer: int
     experts: Sequence[int]
     tickets: dict[str, Ticket] = field(default_factory=dict)
-    adopted: Load | None = None
+    adopted: list[Load] = field(default_factory=list)
 
     def done(self) -> bool:
-        return all(ticket.done for ticket in self.tickets.values()) and (
-            self.adopted is None or self.adopted.done()
+        return all(ticket.done for ticket in self.tickets.values()) and all(
+            load.done() for load in self.adopted
         )
 
     def failed(self) -> bool:
@@ -60,7 +61,8 @@ class Prefetch:
 
     Attributes:
         issued: queued early, because they were absent.
-        completed: handed to their layer; the others were thrown away by a fault.
+        completed: read, or being read, when their layer came; the others were cancelled by a
+            demand load (guesses), or thrown away by a fault.
         useful: used by it.
     """
 
@@ -114,6 +116,7 @@ class ExpertSource:
         self.lanes = Lanes(lanes, reader, arena)
         self._order: dict[str, int] = {}
         self._early: dict[int, Load] = {}  # by layer, from `read_early` until the layer asks
+        self._guesses = Guesses()
         self.prefetch = Prefetch()
         self.stall_s = self.adopt_s = 0.0
 
@@ -137,11 +140,19 @@ class ExpertSource:
         early = self._early.pop(layer, None) if self._early else None
         if early:
             return self._adopt(early, experts, outcome.misses)
+        if self._guesses:
+            return self._redeem(layer, outcome.misses)
         if not outcome.misses:
             return None
         load, reads = self._prepare(layer, outcome.misses)
         self.lanes.submit(reads)
         return load
+
+    def resident(self, layer: int, expert: int) -> bool:
+        """Whether the expert can be used without a read that has yet to begin: it is in the cache,
+        which has what was committed early, or a guess that has landed."""
+        guess = self._guesses.get(layer, expert) if self._guesses else None
+        return (layer, expert) in self.cache or (guess is not None and guess.landed)
 
     def read_early(self, layer: int, experts: Sequence[int]) -> None:
         """Reads what a later `layer` will certainly use, as far as it is not resident, and keeps
@@ -150,9 +161,62 @@ class ExpertSource:
             return
         misses = self.cache.admit_early(layer, experts)
         if misses:
-            self._early[layer], reads = self._prepare(layer, misses, committed=True)
+            self._early[layer], reads = self._prepare(layer, misses, "committed")
             self.prefetch.issued += len(misses)
-            self.lanes.submit(reads, committed=True)
+            self.lanes.submit(reads, "committed")
+
+    def guess(self, layer: int, experts: Sequence[int], limit: int | None = None) -> None:
+        """Reads what a later `layer` may use, until a demand load comes.
+
+        Args:
+            experts: likeliest first.
+            limit: absent experts to read at most; None for all.
+        """
+        absent = [e for e in experts if (layer, e) not in self.cache][:limit]
+        reads: list[Read] = []
+        for expert in absent:
+            known = self._guesses.get(layer, expert)
+            if known:  # a demand load cancelled it, or it was for the token before, and in flight
+                self.prefetch.issued += not known.wanted
+                known.wanted = True
+                reads += known.take_revoked()
+                continue
+            made = [Read(p[expert], Ticket(1), "speculative") for p in self._by_layer[layer]]
+            self._guesses.add(layer, expert, Guess(made))
+            self.prefetch.issued += 1
+            reads += made
+        if reads:
+            self.lanes.submit(reads, "speculative")
+
+    def protect(self, layer: int, experts: Sequence[int]) -> None:
+        """Keeps what is resident of the `experts` of a later layer until it has been there."""
+        self.cache.protect(layer, experts)
+
+    def _redeem(self, layer: int, misses: Sequence[int]) -> Load | None:
+        """The layer has come to what was guessed for it, right or wrong.
+
+        All guesses that no lane has begun are taken back from the queue; those that may still be
+        of use are guessed again once the layer has its own.
+        """
+        self._guesses.revoke(self.lanes.revoke())
+        found = {e: guess for e in misses if (guess := self._guesses.pop(layer, e))}
+        begun = [g for g in found.values() if len(g.revoked) < len(g.reads)]
+        self.prefetch.completed += len(begun) + self._guesses.pass_by(layer)
+        self.prefetch.useful += len(begun)
+        self._arena.give(self._guesses.sweep())
+        missing = [guess for guess in found.values() if not guess.landed]
+        absent = [expert for expert in misses if expert not in found]
+        if not absent and not missing:
+            return None
+        load, reads = self._prepare(layer, absent)
+        for guess in missing:
+            tickets = {read.slice.tensor.projection: read.ticket for read in guess.reads}
+            load.adopted.append(Load(layer, (), tickets))
+            for read in guess.take_revoked():
+                read.kind = "demand"  # it begins because the layer waits
+                reads.append(read)
+        self._submit_in_order(reads)
+        return load
 
     def _adopt(self, early: Load, experts: Sequence[int], misses: Sequence[int]) -> Load | None:
         """The layer has come to the reads that were begun early for it: those that no lane has
@@ -161,31 +225,32 @@ class ExpertSource:
         self.prefetch.useful += len(set(early.experts).intersection(experts))
         if early.done() and not misses and not early.failed():
             return None
-        load, reads = self._prepare(early.layer, misses) if misses else (Load(early.layer, ()), [])
-        load.adopted = early
-        reads = self.lanes.adopt(early.layer) + reads
+        load, reads = self._prepare(early.layer, misses)
+        load.adopted.append(early)
+        self._submit_in_order(self.lanes.adopt(early.layer) + reads)
+        return load
+
+    def _submit_in_order(self, reads: list[Read]) -> None:
+        """A layer waits for these: first what it computes with first."""
         reads.sort(key=lambda read: self._order.get(read.slice.tensor.projection, 99))
         self.lanes.submit(reads)
-        return load
 
     def _give(self, victims: Sequence[tuple[int, int]]) -> None:
         """Frees the pages of (layer, expert) keys. No read of theirs is in flight: what is being
         read is part of the batch or protected."""
         self._arena.give(
-            [
-                slices[expert].inner
-                for layer, expert in victims
-                for slices in self._by_layer[layer]
-            ]
+            [slices[expert].inner for layer, expert in victims for slices in self._by_layer[layer]]
         )
 
     def _prepare(
-        self, layer: int, experts: Sequence[int], *, committed: bool = False
+        self, layer: int, experts: Sequence[int], kind: Kind = "demand"
     ) -> tuple[Load, list[Read]]:
-        load, reads = Load(layer, experts), []
+        load, reads = Load(layer, experts), list[Read]()
+        if not experts:
+            return load, reads
         for slices in self._by_layer[layer]:
             ticket = load.tickets[slices.tensor.projection] = Ticket(len(experts))
-            reads += [Read(slices[expert], ticket, committed) for expert in experts]
+            reads += [Read(slices[expert], ticket, kind) for expert in experts]
         return load, reads
 
     def wait(self, load: Load, projection: str | None = None) -> None:
@@ -198,7 +263,8 @@ class ExpertSource:
         try:
             if load.adopted:
                 try:
-                    load.adopted.wait(projection)
+                    for adopted in load.adopted:
+                        adopted.wait(projection)
                 finally:
                     self.adopt_s += time.perf_counter() - start
             load.wait(projection)
@@ -223,6 +289,7 @@ class ExpertSource:
         """
         self.lanes.drain()
         self._early.clear()
+        self._guesses.clear()
         self.cache.clear()
         self._arena.reset(self._tensors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,12 +22,17 @@ class Routing:
         positions: int64 (rows,), each row's position in the sequence.
         ids: int32 (rows, top-k), in the graph's own memory. What a policy writes here is what the
             layer computes with; an id that is no expert ends the process, so write none.
+        scores: gives float32 (rows, n_expert), what the graph has just ranked the experts by,
+            biases included, -inf for those out of the race. Not to be written to, nor kept.
+        resident: (layer, expert) → whether its bytes are in memory.
     """
 
     phase: Phase
     layer: int
     positions: npt.NDArray[np.int64]
     ids: npt.NDArray[np.int32]
+    scores: Callable[[], npt.NDArray[np.float32]]
+    resident: Callable[[int, int], bool]
 
 
 class RoutingPolicy(Protocol):

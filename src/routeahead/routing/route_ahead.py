@@ -11,6 +11,7 @@ This module decides; it neither computes predictions nor reads experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.routing.policy import Routing
+from routeahead.routing.watchdog import Watchdog
 from routeahead.telemetry.counters import Phase
 
 Reason = Literal[
@@ -32,10 +34,6 @@ EXPECTED: tuple[Reason, ...] = ("structural", "prefill")
 
 Ids = npt.NDArray[np.int32]
 
-WATCH_EVERY = (17, 19)  # routings; primes, so that every layer gets its turn
-WATCH_SLOTS = 64  # slots that a verdict needs
-WATCH_LEAST = 0.9  # share of them that must be reproduced
-
 
 @dataclass
 class AheadCounts:
@@ -46,17 +44,12 @@ class AheadCounts:
         by_reason: left to the router, and why.
         slots, agreed_slots: of committed routings; agreed are those of experts that the router
             had chosen as well, in whatever order.
-        watched_slots, reproduced_slots: what the watchdog compared, and found equal.
-        disarmed: why route-ahead has stopped itself; empty while it has not.
     """
 
     committed: int = 0
     by_reason: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     slots: int = 0
     agreed_slots: int = 0
-    watched_slots: int = 0
-    reproduced_slots: int = 0
-    disarmed: str = ""
 
     @property
     def passed_through(self) -> int:
@@ -73,23 +66,21 @@ class RouteAhead:
     Attributes:
         depth: N, in MoE layers.
         serial: number of the current step.
-        watch_every: every so many decode routings the watchdog wants to see one.
     """
 
-    def __init__(self, layers: list[int], depth: int) -> None:
+    def __init__(self, layers: Sequence[int], depth: int, watchdog: Watchdog) -> None:
+        """
+        Args:
+            layers: numbers of the MoE layers, in order.
+            watchdog: once it has bitten, nothing is committed.
+        """
         self.depth = depth
         self.serial = 0
         self.counts = AheadCounts()
-        self.watch_every = next((w for w in WATCH_EVERY if len(layers) % w), WATCH_EVERY[0])
+        self._watchdog = watchdog
         self._index = {layer: index for index, layer in enumerate(layers)}
         self._rankings: dict[int, Ids] = {}  # layer's index → ids, of this step
         self._missing: dict[int, Reason] = {}  # why there is none
-        self._decoded = 0
-        self._window = [0, 0]  # slots watched and reproduced since the last verdict
-
-    @property
-    def armed(self) -> bool:
-        return not self.counts.disarmed
 
     def begin(self) -> None:
         """A new step: nothing predicted before is of use."""
@@ -129,38 +120,8 @@ class RouteAhead:
             return "prefill"
         if index < self.depth:
             return "structural"
-        if not self.armed:
+        if not self._watchdog.armed:
             return "disarmed"
         if rows != 1:
             return "several_rows"
         return None if index in self._rankings else self._missing.get(index, "late")
-
-    # --- the watchdog ---
-
-    def watches(self) -> bool:
-        """Counts a decode routing; whether the watchdog wants to see this one."""
-        self._decoded += 1
-        return self._decoded % self.watch_every == 0
-
-    def watch(self, router: Ids, reproduced: Ids) -> str:
-        """Compares what the router chose with what the layer's own gate gives on the row read.
-
-        Returns why route-ahead has now disarmed itself, or an empty text. Equal sets are expected:
-        both are computed from the same row. Anything else means that the row, the gate or the
-        selection rule is not what the predictions take it for, and that they are worthless.
-        """
-        same = len(set(router.tolist()).intersection(reproduced.tolist()))
-        self.counts.watched_slots += len(router)
-        self.counts.reproduced_slots += same
-        self._window[0] += len(router)
-        self._window[1] += same
-        slots, equal = self._window
-        if slots < WATCH_SLOTS:
-            return ""
-        self._window = [0, 0]
-        if equal < WATCH_LEAST * slots:
-            self.counts.disarmed = (
-                f"the routers' own choices were reproduced in {equal} of {slots} slots "
-                f"({equal / slots:.0%}) only"
-            )
-        return self.counts.disarmed

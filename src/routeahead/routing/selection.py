@@ -59,6 +59,20 @@ class SelectionRule:
             scores = scores + self.selection_bias
         return self._masked(scores) if self.groups else scores
 
+    def shares(self, logits: Floats, ids: npt.NDArray[np.int32]) -> Floats:
+        """Shares (len(ids),) of the routing's mass that the experts `ids` would have: weight over
+        sum of weights. The selection bias has no part in them; neither normalising nor scaling
+        the weights changes them."""
+        chosen = logits[ids]
+        if self.gate_bias is not None:
+            chosen = chosen + self.gate_bias[ids]
+        # Without an activation before the selection, llama.cpp has a softmax over the selected.
+        if self.activation in ("none", "softmax"):
+            return _softmax(chosen)
+        weights = _ACTIVATE[self.activation](chosen)
+        shares: Floats = weights / max(weights.sum(), np.finfo(np.float32).tiny)
+        return shares
+
     def _masked(self, scores: Floats) -> Floats:
         grouped = scores.reshape(self.groups, -1)
         worth = np.sort(grouped, axis=1)[:, -2:].sum(axis=1)

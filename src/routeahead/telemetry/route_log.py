@@ -19,11 +19,11 @@ COLUMNS: Mapping[str, str] = {
     "step": "int64",  # position of the token
     "layer": "int64",
     "slot": "int64",
-    "expert": "int64",  # what was computed with
-    "weight": "float64",  # after normalisation and scaling
+    "expert": "int64",  # what was routed to
+    "weight": "float64",  # after normalisation and scaling, before dropping
     "residency": "int64",  # 1: in the cache when it was routed
     "expert_bytes": "int64",  # charged to the routing that had it read, else 0
-    "dropped": "int64",
+    "dropped": "int64",  # 1: not read, and computed with weight 0
     "committed": "int64",  # 1: a policy decided, not the router
     "router_expert": "int64",  # the router's own choice for this slot
 }
@@ -49,7 +49,8 @@ class RouteLog:
         head += [f"layer={layer} expert_bytes={size}" for layer, size in self._bytes.items()]
         self._table = open_table(path, COLUMNS, head, {**facts, "layers": self._bytes})
         self._turn = -1
-        self._open: list[list[Any]] = []
+        self._open: list[list[Any]] = []  # rows of the last routing, slot by slot
+        self._weighed = False
 
     def turn(self) -> None:
         """A new prompt begins."""
@@ -73,6 +74,7 @@ class RouteLog:
             resident: experts of the layer that were in the cache.
         """
         self._flush()
+        self._weighed = False
         code, charged = int(phase == "decode"), set(resident)
         for position, row, own in zip(positions, ids.tolist(), router.tolist(), strict=True):
             for slot, expert in enumerate(row):
@@ -87,9 +89,17 @@ class RouteLog:
 
     def weighted(self, weights: npt.NDArray[np.float32]) -> None:
         """The weights (rows, top-k) of the routing that was recorded last."""
+        if self._weighed:  # by who is going to drop some of them
+            return
+        self._weighed = True
         for record, weight in zip(self._open, weights.ravel().tolist(), strict=True):
             record[6] = round(weight, 7)
-        self._flush()
+
+    def dropped(self, dropped: npt.NDArray[np.bool_]) -> None:
+        """Slots (rows, top-k) of the routing that was recorded last."""
+        for record, gone in zip(self._open, dropped.ravel().tolist(), strict=True):
+            if gone:
+                record[8:10] = 0, 1  # bytes charged, dropped
 
     def _flush(self) -> None:
         self._table.add(self._open)

@@ -1,0 +1,163 @@
+"""What policies, prefetchers and probe did: for `--report`, and as the lines that `run` prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from routeahead.engine.ahead import Ahead
+from routeahead.engine.llama import Llama
+from routeahead.engine.steering import Steering
+from routeahead.experts.layout import MIB
+from routeahead.routing.probe import PREDICTORS, Probe, Score
+
+
+def facts(llm: Llama) -> dict[str, Any]:
+    """A key for each of them that is on."""
+    steering, found = llm.steering, dict[str, Any]()
+    if steering.route_ahead and steering.ahead:
+        counts = steering.route_ahead.counts
+        found["route_ahead"] = {
+            "depth": steering.route_ahead.depth,
+            "committed": counts.committed,
+            "passed_through": counts.passed_through,
+            "by_reason": dict(counts.by_reason),
+            "slots": counts.slots,
+            "agreed_slots": counts.agreed_slots,
+            **_prediction(llm, steering.ahead),
+        }
+    if steering.predicted and steering.ahead:
+        found["predict_prefetch"] = {
+            "slots": steering.predicted.slots,
+            "agreed_slots": steering.predicted.agreed_slots,
+            **_prediction(llm, steering.ahead),
+        }
+    if steering.drop:
+        drop = steering.drop
+        found["drop"] = {
+            "threshold": drop.threshold, "routed": drop.routed, "dropped": drop.dropped,
+        }  # fmt: skip
+    if steering.substitute:
+        slots, substituted = steering.substitute.slots, steering.substitute.substituted
+        found["substitute"] = {"slots": slots, "substituted": substituted}
+    if steering.probe:
+        found["predictors"] = _predictors(steering.probe.probe)
+    source = _prefetch_source(steering)
+    if source and llm.source:
+        found["prefetch"] = {
+            "source": source,
+            **vars(llm.source.prefetch),
+            "bytes": llm.source.lanes.early_bytes,
+        }
+    return found
+
+
+def _prefetch_source(steering: Steering) -> str:
+    if steering.route_ahead:
+        return "route-ahead"
+    if steering.predicted:
+        return "predicted"
+    return "temporal" if steering.temporal else ""
+
+
+def _prediction(llm: Llama, ahead: Ahead) -> dict[str, Any]:
+    """The watchdog's findings, and ms a decoded token (definitions: `engine.ahead.AheadTimes`)."""
+    tokens, watchdog = llm.counters.decode.tokens or 1, ahead.watchdog
+    seconds = vars(ahead.times) | {"adopt_s": llm.counters.decode.adopt_s}
+    return {
+        "watched_slots": watchdog.slots,
+        "reproduced_slots": watchdog.reproduced,
+        "disarmed": watchdog.disarmed,
+        **{f"{name[:-2]}_ms_per_tok": 1e3 * value / tokens for name, value in seconds.items()},
+    }
+
+
+def _predictors(probe: Probe) -> dict[str, Any]:
+    """Slot overlap and whole-routing accuracy, 0..1; None where there was nothing to score."""
+
+    def score(one: Score) -> dict[str, float | int | None]:
+        return {"overlap": one.overlap, "accuracy": one.accuracy, "routings": one.routings}
+
+    return {
+        name: score(probe.total(name))
+        | {"by_layer": {layer: score(one) for layer, one in probe.scores[name].items()}}
+        for name in PREDICTORS
+    }
+
+
+def lines(llm: Llama) -> list[str]:
+    """One or more for each of them that is on."""
+    report, shown = facts(llm), list[str]()
+    if "route_ahead" in report:
+        ahead = report["route_ahead"]
+        shown.append(
+            f"moe-route-ahead: {ahead['depth']} layers early — {ahead['committed']} routings "
+            f"committed, {ahead['passed_through']} passed through; committed selection agreed "
+            f"with the router on {_share(ahead['agreed_slots'], ahead['slots'])} of slots"
+        )
+    if "predict_prefetch" in report:
+        predicted = report["predict_prefetch"]
+        shown.append(
+            "moe-predict: the next layer's router, one layer early, named "
+            f"{_share(predicted['agreed_slots'], predicted['slots'])} of the slots"
+        )
+    ahead = report.get("route_ahead") or report.get("predict_prefetch")
+    if ahead and ahead["disarmed"]:
+        shown.append(f"moe-watchdog: disarmed: {ahead['disarmed']}")
+    if "prefetch" in report:
+        early = report["prefetch"]
+        shown.append(
+            f"moe-prefetch: {early['bytes'] // MIB} MiB ahead, "
+            f"{early['useful']}/{early['issued']} experts useful "
+            f"({_share(early['useful'], early['issued'])}) [{early['source']}]"
+        )
+    if ahead:
+        cost = {name: ahead[f"{name}_ms_per_tok"] for name in ("gemv", "issue", "wait", "adopt")}
+        shown.append(
+            f"moe-route-ahead-cost: ra_gemv_ms/tok {cost['gemv']:.2f}, ra_issue_ms/tok "
+            f"{cost['issue']:.2f}, waiting {cost['wait']:.2f}, adopting {cost['adopt']:.2f}, "
+            f"watchdog {ahead['watchdog_ms_per_tok']:.2f}"
+        )
+    if "drop" in report:
+        drop = report["drop"]
+        shown.append(
+            f"moe-drop: {drop['dropped']}/{drop['routed']} "
+            f"({_share(drop['dropped'], drop['routed'])}), threshold {drop['threshold']:.4f}"
+        )
+    if "substitute" in report:
+        slots, substituted = report["substitute"]["slots"], report["substitute"]["substituted"]
+        shown.append(
+            f"moe-substitute: {substituted}/{slots} slots ({_share(substituted, slots)}) "
+            "given to another expert than the router's"
+        )
+    if llm.steering.probe:
+        shown += _probe_lines(llm.steering.probe.probe)
+    return shown
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _probe_lines(probe: Probe) -> list[str]:
+    """Over all layers, then slot overlap by layer: a column each predictor."""
+    shown = ["moe-predict-log: slot overlap with the router's choice (whole routings)"]
+    if not probe.sound:
+        shown.append(
+            "moe-predict-log: THE CONTROL IS OFF: the routers' own choices were not reproduced, so "
+            "what is said of the stale gates means nothing"
+        )
+    for name in PREDICTORS:
+        total = probe.total(name)
+        shown.append(f"  {name:<15}{_percent(total.overlap):>8} ({_percent(total.accuracy)})")
+    widths = [max(8, len(name) + 2) for name in PREDICTORS]
+    columns = "".join(f"{name:>{width}}" for name, width in zip(PREDICTORS, widths, strict=True))
+    shown.append(f"  layer{columns}")
+    for layer in probe.scores[PREDICTORS[0]]:
+        overlaps = (_percent(probe.scores[name][layer].overlap) for name in PREDICTORS)
+        cells = "".join(f"{o:>{width}}" for o, width in zip(overlaps, widths, strict=True))
+        shown.append(f"  {layer:>5}{cells}")
+    return shown

@@ -1,0 +1,92 @@
+"""Guesses: experts that a later layer may use, read beside the cache.
+
+A guess evicts nothing. It stands beside the cache until its layer has been there: what that layer
+uses is the cache's from then on, as if it had been read on demand, and the rest is thrown away. So
+a wrong guess costs bandwidth, and memory for as long, and the cache holds what it would hold
+without any.
+
+Owned by the evaluation thread; lanes see only the `Read`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from routeahead.experts.arena import Pages
+from routeahead.experts.lanes import Read
+
+
+@dataclass
+class Guess:
+    """One expert that was guessed.
+
+    Attributes:
+        reads: one a projection, each with a ticket of its own.
+        revoked: those of them that were taken back from the lanes' queue, unread.
+        wanted: its layer has not been there yet.
+    """
+
+    reads: Sequence[Read]
+    revoked: list[Read] = field(default_factory=list)
+    wanted: bool = True
+
+    @property
+    def landed(self) -> bool:
+        """All of its bytes are here."""
+        return all(read.ticket.done and not read.ticket.error for read in self.reads)
+
+    @property
+    def at_rest(self) -> bool:
+        """No lane has it, nor will have."""
+        return all(read.ticket.done or read in self.revoked for read in self.reads)
+
+    def take_revoked(self) -> list[Read]:
+        """What is still to be read."""
+        revoked, self.revoked = self.revoked, []
+        return revoked
+
+
+class Guesses:
+    """All guesses by (layer, expert)."""
+
+    def __init__(self) -> None:
+        self._guesses: dict[tuple[int, int], Guess] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._guesses)
+
+    def get(self, layer: int, expert: int) -> Guess | None:
+        return self._guesses.get((layer, expert))
+
+    def add(self, layer: int, expert: int, guess: Guess) -> None:
+        self._guesses[layer, expert] = guess
+
+    def pop(self, layer: int, expert: int) -> Guess | None:
+        return self._guesses.pop((layer, expert), None)
+
+    def revoke(self, reads: Iterable[Read]) -> None:
+        """Files reads that were taken back from the lanes."""
+        for read in reads:
+            self._guesses[read.slice.tensor.layer, read.slice.expert].revoked.append(read)
+
+    def pass_by(self, layer: int) -> int:
+        """The layer has been there: what is left of its guesses is of no use.
+
+        Returns how many of them have landed.
+        """
+        landed = 0
+        for (at, _), guess in self._guesses.items():
+            if at == layer and guess.wanted:
+                guess.wanted = False
+                landed += guess.landed
+        return landed
+
+    def sweep(self) -> list[Pages]:
+        """Forgets what nobody wants and no lane has; returns the pages that were put under it."""
+        gone = [key for key, guess in self._guesses.items() if not guess.wanted and guess.at_rest]
+        guesses = [self._guesses.pop(key) for key in gone]
+        return [r.slice.inner for g in guesses for r in g.reads if r not in g.revoked]
+
+    def clear(self) -> None:
+        self._guesses.clear()
