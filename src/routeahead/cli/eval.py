@@ -17,12 +17,14 @@ from rich.table import Table
 
 from routeahead.cli import options
 from routeahead.cli.flags import llama_kwargs
+from routeahead.engine.gguf_file import read_layout
 from routeahead.engine.llama import physical_cores
 from routeahead.errors import SettingsError
+from routeahead.evaluation.cells import expand_shares, read_list
 from routeahead.evaluation.evaluate import DEFAULT_TOKENS, Evaluation, Request, Setting
 from routeahead.evaluation.plot import check_plot, plot
 from routeahead.evaluation.summary import Summary
-from routeahead.experts.layout import MIB
+from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.models import DEFAULT_MODEL
 from routeahead.telemetry.json_file import write_json
 
@@ -39,8 +41,12 @@ def evaluate(
         typer.Option(
             metavar="NAME:FLAGS",
             help="Setting to grade, with streaming flags of `run`: 'small:--cache-mb 300'. "
-            "Give it once for each.",
+            "{25%} is that share of the experts in MiB. Give it once for each.",
         ),
+    ] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option(help="File with a setting a line, below a # line that states the question."),
     ] = None,
     baseline: Annotated[
         str, typer.Option(metavar="FLAGS", help="What to compare with, as flags.")
@@ -114,12 +120,14 @@ def evaluate(
         threads=threads or physical_cores(),
         baseline=llama_kwargs(baseline),
     )
-    settings = [parse_setting(argument) for argument in setting or []]
+    layout = read_layout(model)
+    given = [*(read_list(settings)[1] if settings else []), *(setting or [])]
+    graded = [parse_setting(argument, layout) for argument in given]
     for path in (as_json, plot_to):
         if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):
             raise SettingsError(f"{path}: cannot write a file there")
     with _folder(work) as folder:
-        summaries = _run(Evaluation(request, settings, folder), folder, kept=work is not None)
+        summaries = _run(Evaluation(request, graded, folder), folder, kept=work is not None)
     if as_json:
         write_json(as_json, report(request, summaries))
     if plot_to:
@@ -129,7 +137,7 @@ def evaluate(
         console.print(table)
 
 
-def parse_setting(argument: str) -> Setting:
+def parse_setting(argument: str, layout: ModelLayout) -> Setting:
     """`NAME:FLAGS` as a setting.
 
     Raises:
@@ -139,7 +147,8 @@ def parse_setting(argument: str) -> Setting:
     if not colon:
         raise SettingsError(f"--setting {argument}: give NAME:FLAGS, as in 'small:--cache-mb 300'")
     try:
-        return Setting(name, llama_kwargs(flags)).validate()
+        [expanded] = expand_shares([flags], layout)
+        return Setting(name.strip(), llama_kwargs(expanded)).validate()
     except SettingsError as error:
         raise SettingsError(f"--setting {name}: {error}") from None
 

@@ -86,52 +86,70 @@ def _predictors(probe: Probe) -> dict[str, Any]:
 
 def lines(llm: Llama) -> list[str]:
     """One or more for each of them that is on."""
-    report, shown = facts(llm), list[str]()
-    if "route_ahead" in report:
-        ahead = report["route_ahead"]
-        shown.append(
-            f"moe-route-ahead: {ahead['depth']} layers early — {ahead['committed']} routings "
-            f"committed, {ahead['passed_through']} passed through; committed selection agreed "
-            f"with the router on {_share(ahead['agreed_slots'], ahead['slots'])} of slots"
-        )
-    if "predict_prefetch" in report:
-        predicted = report["predict_prefetch"]
-        shown.append(
-            "moe-predict: the next layer's router, one layer early, named "
-            f"{_share(predicted['agreed_slots'], predicted['slots'])} of the slots"
-        )
+    report = facts(llm)
+    shown = [line(report[name]) for name, line in _LINES.items() if name in report]
     ahead = report.get("route_ahead") or report.get("predict_prefetch")
-    if ahead and ahead["disarmed"]:
-        shown.append(f"moe-watchdog: disarmed: {ahead['disarmed']}")
-    if "prefetch" in report:
-        early = report["prefetch"]
-        shown.append(
-            f"moe-prefetch: {early['bytes'] // MIB} MiB ahead, "
-            f"{early['useful']}/{early['issued']} experts useful "
-            f"({_share(early['useful'], early['issued'])}) [{early['source']}]"
-        )
     if ahead:
-        cost = {name: ahead[f"{name}_ms_per_tok"] for name in ("gemv", "issue", "wait", "adopt")}
-        shown.append(
-            f"moe-route-ahead-cost: ra_gemv_ms/tok {cost['gemv']:.2f}, ra_issue_ms/tok "
-            f"{cost['issue']:.2f}, waiting {cost['wait']:.2f}, adopting {cost['adopt']:.2f}, "
-            f"watchdog {ahead['watchdog_ms_per_tok']:.2f}"
-        )
-    if "drop" in report:
-        drop = report["drop"]
-        shown.append(
-            f"moe-drop: {drop['dropped']}/{drop['routed']} "
-            f"({_share(drop['dropped'], drop['routed'])}), threshold {drop['threshold']:.4f}"
-        )
-    if "substitute" in report:
-        slots, substituted = report["substitute"]["slots"], report["substitute"]["substituted"]
-        shown.append(
-            f"moe-substitute: {substituted}/{slots} slots ({_share(substituted, slots)}) "
-            "given to another expert than the router's"
-        )
+        shown += _cost_lines(ahead)
     if llm.steering.probe:
         shown += _probe_lines(llm.steering.probe.probe)
     return shown
+
+
+def _route_ahead_line(facts: dict[str, Any]) -> str:
+    return (
+        f"moe-route-ahead: {facts['depth']} layers early — {facts['committed']} routings "
+        f"committed, {facts['passed_through']} passed through; committed selection agreed with "
+        f"the router on {_share(facts['agreed_slots'], facts['slots'])} of slots"
+    )
+
+
+def _predicted_line(facts: dict[str, Any]) -> str:
+    named = _share(facts["agreed_slots"], facts["slots"])
+    return f"moe-predict: the next layer's router, asked a layer early, named {named} of its slots"
+
+
+def _prefetch_line(facts: dict[str, Any]) -> str:
+    return (
+        f"moe-prefetch: {facts['bytes'] // MIB} MiB ahead, {facts['useful']}/{facts['issued']} "
+        f"experts useful ({_share(facts['useful'], facts['issued'])}) [{facts['source']}]"
+    )
+
+
+def _drop_line(facts: dict[str, Any]) -> str:
+    part = _share(facts["dropped"], facts["routed"])
+    return (
+        f"moe-drop: {facts['dropped']}/{facts['routed']} ({part}), "
+        f"threshold {facts['threshold']:.4f}"
+    )
+
+
+def _substitute_line(facts: dict[str, Any]) -> str:
+    part = _share(facts["substituted"], facts["slots"])
+    return f"moe-substitute: {facts['substituted']}/{facts['slots']} slots ({part}) given away"
+
+
+_LINES = {
+    "route_ahead": _route_ahead_line,
+    "predict_prefetch": _predicted_line,
+    "prefetch": _prefetch_line,
+    "drop": _drop_line,
+    "substitute": _substitute_line,
+}
+
+
+def _cost_lines(facts: dict[str, Any]) -> list[str]:
+    """What predicting cost, and whether it has been given up."""
+    gemv, issue, wait, adopt, watchdog = (
+        f"{facts[f'{name}_ms_per_tok']:.2f}"
+        for name in ("gemv", "issue", "wait", "adopt", "watchdog")
+    )
+    cost = (
+        f"moe-route-ahead-cost: ra_gemv_ms/tok {gemv}, ra_issue_ms/tok {issue}, waiting {wait}, "
+        f"adopting {adopt}, watchdog {watchdog}"
+    )
+    disarmed = f"moe-watchdog: disarmed: {facts['disarmed']}"
+    return [cost, disarmed] if facts["disarmed"] else [cost]
 
 
 def _share(part: int, whole: int) -> str:

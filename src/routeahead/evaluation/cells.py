@@ -79,15 +79,25 @@ def read_cells(path: Path) -> CellList:
     Raises:
         SettingsError: the file cannot be read or states no question.
     """
+    question, lines = read_list(path)
+    return CellList(question, [parse_cell(line) for line in lines])
+
+
+def read_list(path: Path) -> tuple[str, list[str]]:
+    """The question that a list answers, from the # lines on top, and its entries, one a line.
+
+    Raises:
+        SettingsError: the file cannot be read or states no question.
+    """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: cannot read the cells: {error}") from None
+        raise SettingsError(f"{path}: cannot read the list: {error}") from None
     comments = takewhile(lambda line: line.startswith("#"), lines)
     question = " ".join(line.lstrip("# ") for line in comments).strip()
     if not question:
-        raise SettingsError(f"{path}: state the question that the cells answer in a # line on top")
-    return CellList(question, [parse_cell(line) for line in lines if line and line[0] != "#"])
+        raise SettingsError(f"{path}: state the question that the list answers in a # line on top")
+    return question, [line for line in lines if line and line[0] != "#"]
 
 
 def check_cells(cells: Sequence[Cell], baseline: str | None) -> str:
