@@ -1,0 +1,162 @@
+"""A Mixture-of-Experts language model in PyTorch, computing what llama.cpp's qwen3moe computes.
+
+RMS norms, rotary positions (NEOX pairing), grouped queries with normalised heads, and in each layer
+experts with a softmax router whose top-k weights are normalised (Qwen3; Switch Transformer for the
+balancing loss, arXiv:2101.03961).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Widths in numbers; `vocabulary` in tokens."""
+
+    vocabulary: int = 4096
+    layers: int = 12
+    width: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head: int = 64
+    experts: int = 32
+    top_k: int = 4
+    expert_width: int = 96
+    context: int = 256
+    rope_base: float = 10_000.0
+    epsilon: float = 1e-6
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self._epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self._epsilon).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self._shape = shape
+        heads, kv_heads, head = shape.heads, shape.kv_heads, shape.head
+        self.q = nn.Linear(shape.width, heads * head, bias=False)
+        self.k = nn.Linear(shape.width, kv_heads * head, bias=False)
+        self.v = nn.Linear(shape.width, kv_heads * head, bias=False)
+        self.o = nn.Linear(heads * head, shape.width, bias=False)
+        self.q_norm, self.k_norm = Norm(head, shape.epsilon), Norm(head, shape.epsilon)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(batch, length, width) → the same."""
+        shape, (batch, length, _) = self._shape, x.shape
+        q = self.q_norm(self.q(x).view(batch, length, shape.heads, shape.head))
+        k = self.k_norm(self.k(x).view(batch, length, shape.kv_heads, shape.head))
+        v = self.v(x).view(batch, length, shape.kv_heads, shape.head)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        group = shape.heads // shape.kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions of (batch, length, heads, head): number i is paired with i + head / 2."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+class Experts(nn.Module):
+    """Routed experts, computed as one batched product a projection.
+
+    Assignments are sorted by expert into rows of equal capacity; what exceeds an expert's capacity
+    is left out of the sum, which the balancing loss keeps rare.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self._shape = shape
+        experts, width, inner = shape.experts, shape.width, shape.expert_width
+        self.router = nn.Linear(width, experts, bias=False)
+        self.gate = nn.Parameter(torch.randn(experts, width, inner) * width**-0.5)
+        self.up = nn.Parameter(torch.randn(experts, width, inner) * width**-0.5)
+        self.down = nn.Parameter(torch.randn(experts, inner, width) * inner**-0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, width) → the same, and the balancing loss."""
+        shape, tokens = self._shape, len(x)
+        with torch.autocast("cpu", enabled=False):
+            scores = F.softmax(F.linear(x.float(), self.router.weight.float()), -1)
+        weights, chosen = scores.topk(shape.top_k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        share = F.one_hot(chosen, shape.experts).sum(1).float().mean(0) / shape.top_k
+        balance = shape.experts * (share.detach() * scores.mean(0)).sum()
+
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=shape.experts)
+        capacity = int(min(counts.max().item(), 3 * tokens * shape.top_k // shape.experts + 8))
+        starts = counts.cumsum(0) - counts
+        place = torch.arange(len(flat)) - starts[flat[order]]
+        fits = place < capacity
+        order, place = order[fits], place[fits]
+        rows = flat[order] * capacity + place
+        token = order // shape.top_k
+        packed = x.new_zeros(shape.experts * capacity, shape.width).index_copy(0, rows, x[token])
+        packed = packed.view(shape.experts, capacity, shape.width)
+        hidden = F.silu(torch.bmm(packed, self.gate)) * torch.bmm(packed, self.up)
+        out = torch.bmm(hidden, self.down).flatten(0, 1)[rows]
+        out = out * weights.flatten()[order].unsqueeze(-1).to(out.dtype)
+        return torch.zeros_like(x).index_add(0, token, out.to(x.dtype)), balance
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = Norm(shape.width, shape.epsilon)
+        self.attention = Attention(shape)
+        self.experts_norm = Norm(shape.width, shape.epsilon)
+        self.experts = Experts(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        routed, balance = self.experts(self.experts_norm(x).flatten(0, 1))
+        return x + routed.view_as(x), balance
+
+
+class Model(nn.Module):
+    """Embeddings serve as the output matrix too."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocabulary, shape.width)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = Norm(shape.width, shape.epsilon)
+        half = shape.head // 2
+        angles = torch.outer(
+            torch.arange(shape.context), shape.rope_base ** -(torch.arange(half) / half)
+        )
+        self.register_buffer("cos", angles.cos()[:, None, :], persistent=False)
+        self.register_buffer("sin", angles.sin()[:, None, :], persistent=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        for layer in self.layers:  # so that the residual stream does not grow with depth
+            for weight in (layer.attention.o.weight, layer.experts.down):
+                weight.data *= (2 * shape.layers) ** -0.5
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(batch, length) → logits (batch, length, vocabulary), and the mean balancing loss."""
+        length = tokens.shape[1]
+        x, balance = self.embed(tokens), tokens.new_zeros((), dtype=torch.float32)
+        cos, sin = self.cos[:length], self.sin[:length]
+        for layer in self.layers:
+            x, loss = layer(x, cos, sin)
+            balance = balance + loss
+        return F.linear(self.norm(x), self.embed.weight), balance / len(self.layers)
