@@ -131,7 +131,7 @@ class Ahead:
             self._collect(index, wait=self._late == "wait")
         if self.watchdog.wants() and row is not None and len(ids) == 1 and index in self.ranker:
             router = ids[0].copy()
-            self._submit(Prediction(self.policy.serial, index, row, router))
+            self._submit(Prediction(self.policy.serial, index, row, router), index)
 
     def predict(self, layer: int, rows: int, row: Row | None) -> None:
         """At the same top-k; `row` is the gate's input."""
@@ -148,7 +148,7 @@ class Ahead:
                 self.policy.cannot_predict(target, "first_token")
             else:
                 prediction = Prediction(self.policy.serial, target, row)
-                self._submit(prediction)
+                self._submit(prediction, index)
                 inline = prediction.cpu_s if isinstance(self._predictor, Inline) else 0.0
         self.times.issue_s += max(0.0, time.perf_counter() - start - inline)
 
@@ -179,8 +179,13 @@ class Ahead:
         self._asked.clear()
         self._fresh.clear()
 
-    def _submit(self, prediction: Prediction) -> None:
-        self._asked.append(self._predictor.submit(prediction))
+    def _submit(self, prediction: Prediction, index: int) -> None:
+        """At `index` is the layer that runs now."""
+        self._predictor.submit(prediction)
+        if isinstance(self._predictor, Inline):
+            self._take(prediction, index)
+        else:
+            self._asked.append(prediction)
 
     def _collect(self, index: int, *, wait: bool) -> None:
         """Takes what the predictor has finished. At `index` is the layer that runs now.

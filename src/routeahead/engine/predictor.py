@@ -53,8 +53,7 @@ class Prediction:
         self.error: BaseException | None = None
         self.cpu_s = 0.0
         self.done = self.void = False
-        self._settled = _thread.allocate_lock()
-        self._settled.acquire()
+        self._settled: _thread.LockType | None = None  # held until done, if another thread computes
 
     def run(self, rank: Callable[[Prediction], Ids]) -> None:
         start = time.thread_time()
@@ -65,11 +64,19 @@ class Prediction:
             self.error = error
         self.cpu_s = time.thread_time() - start
         self.done = True
-        self._settled.release()
+        if self._settled:
+            self._settled.release()
+
+    def hand_over(self) -> None:
+        """Another thread is going to run it."""
+        self.row = self.row.copy()  # the graph goes on and reuses the memory
+        self._settled = _thread.allocate_lock()
+        self._settled.acquire()
 
     def wait(self) -> None:
-        with self._settled:
-            pass
+        if self._settled:
+            with self._settled:
+                pass
 
 
 Rank = Callable[[Prediction], Ids]
@@ -81,9 +88,8 @@ class Inline:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
 
-    def submit(self, prediction: Prediction) -> Prediction:
+    def submit(self, prediction: Prediction) -> None:
         prediction.run(self._rank)
-        return prediction
 
     def close(self) -> None:
         pass
@@ -98,10 +104,9 @@ class Worker:
         self._thread = threading.Thread(target=self._serve, name="predictor", daemon=True)
         self._thread.start()
 
-    def submit(self, prediction: Prediction) -> Prediction:
-        prediction.row = prediction.row.copy()  # the graph goes on and reuses the memory
+    def submit(self, prediction: Prediction) -> None:
+        prediction.hand_over()
         self._asked.put(prediction)
-        return prediction
 
     def close(self) -> None:
         self._asked.put(None)
