@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -50,3 +51,36 @@ class Failing:
 
 def disk_error() -> int:
     raise ReadError("model.gguf: reading 4096 bytes at offset 8192 failed: Input/output error")
+
+
+class Unruly:
+    """Delays each read by a random time that the test can change between prompts; can be told to
+    interrupt the run or to fail at a read."""
+
+    def __init__(self, inner: Reader) -> None:
+        self._inner, self._lock, self._random = inner, threading.Lock(), random.Random(0)
+        self._delayed: Reader = inner
+        self._reads = self._strike = 0
+        self._fault = disk_error
+
+    def schedule(self, seed: int) -> None:
+        longest = random.Random(seed).choice([0, 0.0005, 0.003])
+        self._delayed = Delayed(self._inner, seed=seed, longest_s=longest)
+
+    def strike(self, after: int, fault: Callable[[], int]) -> None:
+        """At the `after`th read from now, `fault` happens instead."""
+        self._reads, self._strike, self._fault = 0, after, fault
+
+    def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
+        with self._lock:
+            self._reads += 1
+            struck = self._reads == self._strike
+        return self._fault() if struck else self._delayed.read(shard, offset, view, need)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def interrupt() -> int:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    raise ReadError("interrupted")

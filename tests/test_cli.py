@@ -92,6 +92,31 @@ def test_route_ahead_reports_what_it_did(tmp_path: Path) -> None:
     assert "route_ahead" not in plain and "prefetch" not in plain
 
 
+@pytest.mark.parametrize(
+    ("flags", "key", "line"),
+    [
+        ("--drop-cold-experts 1", "drop", "moe-drop: {dropped}/{routed} ("),
+        ("--expert-substitute 0.1", "substitute", "moe-substitute: {substituted}/{slots} slots ("),
+        ("--prefetch 2", "prefetch", "{useful}/{issued} experts useful ("),
+        ("--predict-prefetch", "predict_prefetch", "moe-predict: the next layer's router"),
+        ("--predict-log", "predictors", "moe-predict-log: slot overlap"),
+    ],
+)
+def test_policies_report_what_they_did(tmp_path: Path, flags: str, key: str, line: str) -> None:
+    arguments = ("-p", "Once upon a time", "-n", 24, "--cache-mb", 1, "--force-cache")
+    report, summary = run_with_report(tmp_path, *arguments, *flags.split())
+    assert line.format(**report[key]) in summary
+    if key == "predictors":
+        assert report[key]["control"]["overlap"] == report[key]["control"]["accuracy"] == 1.0
+        assert "CONTROL IS OFF" not in summary
+        stale = report[key]["stale gate 4"]["by_layer"]
+        assert stale["0"]["overlap"] is None and 0 < stale["5"]["overlap"] < 1
+        assert re.search(r"^ +0 +100\.0% +- +- ", summary, re.MULTILINE)
+    elif key == "drop":
+        assert report[key]["threshold"] == 0.25
+        assert 0 < report[key]["dropped"] < report[key]["routed"]
+
+
 def test_text_goes_to_stdout_alone() -> None:
     done = routeahead("run", "-p", "Once", "-n", 8, "-t", 1)
     assert done.returncode == 0 and len(done.stdout.strip()) == 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from conftest import Library, evaluate, token_batches
-from readers import Delayed, Failing, disk_error
+from readers import Failing, Unruly, disk_error, interrupt
 
 from routeahead import Llama, ReadError
 from routeahead.experts.reader import Reader
@@ -77,39 +76,6 @@ def test_trace_of_a_run_that_reads_early_tells_what_was_read(load: Load, tmp_pat
 
 
 # --- randomised schedules ---
-
-
-class Unruly:
-    """Delays each read by a random time that the test can change between prompts; can be told to
-    interrupt the run or to fail at a read."""
-
-    def __init__(self, inner: Reader) -> None:
-        self._inner, self._lock, self._random = inner, threading.Lock(), random.Random(0)
-        self._delayed: Reader = inner
-        self._reads = self._strike = 0
-        self._fault = disk_error
-
-    def schedule(self, seed: int) -> None:
-        longest = random.Random(seed).choice([0, 0.0005, 0.003])
-        self._delayed = Delayed(self._inner, seed=seed, longest_s=longest)
-
-    def strike(self, after: int, fault: Callable[[], int]) -> None:
-        """At the `after`th read from now, `fault` happens instead."""
-        self._reads, self._strike, self._fault = 0, after, fault
-
-    def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
-        with self._lock:
-            self._reads += 1
-            struck = self._reads == self._strike
-        return self._fault() if struck else self._delayed.read(shard, offset, view, need)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def interrupt() -> int:
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-    raise ReadError("interrupted")
 
 
 SCHEDULED = ["qwen3moe", "gpt-oss", "gemma4"]

@@ -124,9 +124,10 @@ def test_short_read_names_file_offset_and_expert(load: Load, tmp_path: Path) -> 
             llm.eval(token)
 
 
-STOPS = ["routed", "product", "streams"]
+STOPS = ["routed", "product", "streams", "final_weights"]
 
 
+@pytest.mark.filterwarnings("ignore:drop_cold_experts with")
 @pytest.mark.parametrize("error", [Fault, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("call", [1, 5])
@@ -138,9 +139,11 @@ def test_exception_at_every_stop(
     error: type[BaseException],
     call: int,
 ) -> None:
-    llm = load(NAME, cache_mb=0, poison=True)
+    dropping = {"cache_mb": 1, "force_cache": True, "drop_cold_experts": 1e-9}
+    llm = load(NAME, poison=True, **(dropping if stop == "final_weights" else {"cache_mb": 0}))
     prompt, *tokens = PROMPTS[0]
     llm.eval(prompt)
+    llm.phase = "decode"
     stream, calls = llm.streamed.stream, 0
     original = getattr(stream, stop)
 
@@ -203,6 +206,29 @@ def test_interrupt_in_the_middle_of_a_token(load: Load, library: Library) -> Non
     reader.read = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         llm.eval(PROMPTS[0][1])
+    assert_recovers(llm, library)
+
+
+def test_interrupt_while_recovering(
+    load: Load, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C cuts the clean-up short: what it left undone is done before the next batch,
+    or the cache would list experts whose reads were cancelled."""
+    wrap, made = failing(disk_error, 2)
+    llm = load(NAME, cache_mb=64, wrap_reader=wrap)
+    prompt, *tokens = PROMPTS[0]
+    llm.eval(prompt[:2])
+    made[0].armed = True
+
+    def interrupted(barrier: threading.Barrier) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Barrier, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.eval(PROMPTS[1][0] + prompt)
+    made[0].armed = False
+    assert llm.source and len(llm.source.cache) > 0  # which is not to be believed
     assert_recovers(llm, library)
 
 

@@ -27,12 +27,16 @@ _EXCLUSIVE = (
     ("predict_prefetch", "replay_routing", "this model's gates know nothing of a forced routing"),
     ("predict_log", "replay_routing", "this model's gates know nothing of a forced routing"),
 )
-_DEPENDENT = (
-    ("drop_renorm", "drop_cold_experts"),
-    ("drop_in_prefill", "drop_cold_experts"),
-    ("drop_aware", "drop_cold_experts"),
-    ("predict_spec_max", "predict_prefetch"),
-)
+_PREDICTING = ("route_ahead", "predict_prefetch")
+_DEPENDENT: dict[str, tuple[str, ...]] = {  # of no effect unless one of these is on
+    "drop_renorm": ("drop_cold_experts",),
+    "drop_in_prefill": ("drop_cold_experts",),
+    "predict_spec_max": ("predict_prefetch",),
+    "route_ahead_late": ("route_ahead",),
+    "route_ahead_compute": _PREDICTING,
+    "gate_precision": _PREDICTING,
+    "drop_aware": _PREDICTING,
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class Settings:
         route_ahead_compute: predictions are computed "inline", in the graph's callback, or on a
             "worker" thread.
         route_ahead_late: a layer whose prediction is not ready keeps its router's choice ("pass")
-            or waits for it ("wait", which makes the output independent of timing).
+            or waits for it ("wait", which makes the output independent of timing, if nothing is
+            dropped).
         gate_precision: of the router matrices that predict: "f32" uses the model's own weights,
             "f16" and "int8" smaller copies.
         drop_cold_experts: F in 0..1; decode does not read a missing expert whose share of its
@@ -129,10 +134,10 @@ class Settings:
         for one, other, why in _EXCLUSIVE:
             if getattr(self, one) and getattr(self, other):
                 raise SettingsError(f"{one} and {other} exclude each other: {why}")
-        for dependent, needed in _DEPENDENT:
-            default = getattr(type(self), dependent)
-            if getattr(self, dependent) != default and not getattr(self, needed):
-                raise SettingsError(f"{dependent} says something about {needed}, which is off")
+        for name, needed in _DEPENDENT.items():
+            changed = getattr(self, name) != getattr(type(self), name)
+            if changed and not any(getattr(self, other) for other in needed):
+                raise SettingsError(f"{name} has no effect without {' or '.join(needed)}")
         if self.resident:
             self._refuse_streaming_settings()
         if self.force_cache and self.cache_mb in ("auto", 0):
@@ -163,6 +168,10 @@ class Settings:
         for name in ("prefetch", "predict_spec_max"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name} is {getattr(self, name)}: it cannot be negative")
+        if self.predict_prefetch and not self.predict_spec_max and self.cache_mb == 0:
+            raise SettingsError(
+                "predict_spec_max=0 only protects what the cache has, and cache_mb=0 keeps nothing"
+            )
         for name in ("drop_cold_experts", "expert_substitute"):
             if getattr(self, name) and self.cache_mb == 0:
                 raise SettingsError(

@@ -88,9 +88,9 @@ def lines(llm: Llama) -> list[str]:
     """One or more for each of them that is on."""
     report = facts(llm)
     shown = [line(report[name]) for name, line in _LINES.items() if name in report]
-    ahead = report.get("route_ahead") or report.get("predict_prefetch")
-    if ahead:
-        shown += _cost_lines(ahead)
+    for name, label in (("route_ahead", "moe-route-ahead"), ("predict_prefetch", "moe-predict")):
+        if name in report:
+            shown += _cost_lines(label, report[name])
     if llm.steering.probe:
         shown += _probe_lines(llm.steering.probe.probe)
     return shown
@@ -138,17 +138,17 @@ _LINES = {
 }
 
 
-def _cost_lines(facts: dict[str, Any]) -> list[str]:
+def _cost_lines(label: str, facts: dict[str, Any]) -> list[str]:
     """What predicting cost, and whether it has been given up."""
     gemv, issue, wait, adopt, watchdog = (
         f"{facts[f'{name}_ms_per_tok']:.2f}"
         for name in ("gemv", "issue", "wait", "adopt", "watchdog")
     )
     cost = (
-        f"moe-route-ahead-cost: ra_gemv_ms/tok {gemv}, ra_issue_ms/tok {issue}, waiting {wait}, "
+        f"{label}-cost: ra_gemv_ms/tok {gemv}, ra_issue_ms/tok {issue}, waiting {wait}, "
         f"adopting {adopt}, watchdog {watchdog}"
     )
-    disarmed = f"moe-watchdog: disarmed: {facts['disarmed']}"
+    disarmed = f"{label}: disarmed: {facts['disarmed']}"
     return [cost, disarmed] if facts["disarmed"] else [cost]
 
 

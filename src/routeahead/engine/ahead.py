@@ -88,18 +88,18 @@ class Ahead:
         compute: Literal["inline", "worker"],
         late: Literal["pass", "wait"],
         read_early: ReadEarly,
+        resident: Resident,
         recorded: Recorded | None = None,
         cold_share: float = 0.0,
-        resident: Resident | None = None,
     ) -> None:
         """
         Args:
             layers: numbers of the MoE layers, in order.
             read_early: called with a layer and the experts that were predicted, best first.
+            resident: (layer, expert) → whether using it causes no read.
             recorded: (position, layer) → ids that take the place of every ranking (a forced run).
             cold_share: predicted share of a routing below which an expert is going to be dropped
-                if it is not in memory, so that it is not read early; the top expert always is.
-            resident: (layer, expert) → whether its bytes are in memory; with `cold_share`.
+                if it is not resident, so that it is not read early; the top expert always is.
         """
         self.policy, self.ranker, self.watchdog = policy, ranker, watchdog
         self.times = AheadTimes()
@@ -224,7 +224,7 @@ class Ahead:
     def _worth_reading(self, layer: int, ids: Ids, prediction: Prediction) -> list[int]:
         """The experts of a ranking, less those that are going to be dropped unread."""
         experts: list[int] = ids.tolist()
-        if prediction.logits is None or self._resident is None:
+        if prediction.logits is None:
             return experts
         shares = self.ranker.rule(prediction.index).shares(prediction.logits, ids).tolist()
         top = max(shares)

@@ -3,10 +3,10 @@
 Order of events in a layer, as llama.cpp runs it:
 
 1. `ffn_moe_topk-L` was computed → `Observer.routed(layer, ids, row)`.
-2. Under dropping, the last node of the layer's weights was computed → `Observer.weighed(weights)`.
-   Which node that is differs between architectures: it is what `ffn_moe_weighted-L` multiplies the
-   experts' outputs by. The first graph shows it; until then, and where it is computed after the
-   first product, nothing is dropped.
+2. Under dropping, the last node of the layer's weights was computed →
+   `Observer.final_weights(weights)`. Which node that is differs between architectures: it is what
+   `ffn_moe_weighted-L` multiplies the experts' outputs by. The first graph shows it; until then,
+   and where it is computed after the first product, nothing is dropped.
 3. A product over experts (MUL_MAT_ID) is *about to run*, while reads are pending →
    `Observer.product(...)` must return only once its bytes are there. Whether more products of the
    layer have reads pending decides if the graph stops after this one; otherwise llama.cpp would
@@ -19,6 +19,7 @@ whatever is in memory. It is kept in `fault`; the filter ends the graph; `check`
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -43,6 +44,7 @@ from routeahead.engine.graph_filter import (
 from routeahead.errors import StreamError
 
 _WEIGHTED_PREFIX = b"ffn_moe_weighted"
+_WEIGHTS_PREFIX = b"ffn_moe_weights"
 _VIEWS = ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE")
 
 _StopFunction = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p, ctypes.c_int8)
@@ -74,15 +76,20 @@ class Observer(Protocol):
         """
         ...
 
-    def weighed(self, weights: npt.NDArray[np.float32]) -> bool:
-        """The last routing's final weights (rows, top-k), in the graph's own memory: a write
-        changes them. Only called under dropping, before any product of the layer.
+    @property
+    def holding(self) -> bool:
+        """Whether the last routing waits for its final weights."""
+        ...
+
+    def final_weights(self, weights: npt.NDArray[np.float32]) -> bool:
+        """The final weights (rows, top-k) that a routing waits for, in the graph's own memory: a
+        write changes them.
 
         Returns whether products of this layer must be announced to `product`.
         """
         ...
 
-    def weighted(self, weights: npt.NDArray[np.float32]) -> None:
+    def log_weights(self, weights: npt.NDArray[np.float32]) -> None:
         """The weights (rows, top-k) that the last routing got; only called while tracing."""
         ...
 
@@ -130,8 +137,8 @@ class GraphHook:
     def attach(self, observer: Observer, *, tracing: bool, weighing: Collection[int] = ()) -> None:
         """
         Args:
-            tracing: call `Observer.weighted`.
-            weighing: layers for which to call `Observer.weighed`.
+            tracing: call `Observer.log_weights`.
+            weighing: layers whose routings may wait for their final weights.
         """
         self._observer, self._tracing = observer, tracing
         self._unweighed = set(weighing)
@@ -187,7 +194,7 @@ class GraphHook:
             self._tap.at_gate(tensor)
         else:
             self._state[WEIGHTS] = 0
-            self._state[PENDING] = self._observer.weighed(_weights(tensor))
+            self._state[PENDING] = self._observer.final_weights(_weights(tensor))
         return 1
 
     def _at_topk(self, name: bytes, tensor: ggml.Tensor, address: int) -> None:
@@ -195,23 +202,34 @@ class GraphHook:
         if layer is None:
             layer = self._layers[name] = int(name[len(TOPK_PREFIX) :])
         row = self._tap.at_topk(layer, address) if self._tap else None
-        if layer in self._weights:
-            self._state[WEIGHTS : WEIGHTS_MASK + NAME_WORDS] = self._weights[layer]
         self._topk = address
         self._state[PENDING] = self._observer.routed(layer, _matrix(tensor), row)
+        if layer in self._weights and self._observer.holding:
+            self._state[WEIGHTS : WEIGHTS_MASK + NAME_WORDS] = self._weights[layer]
         self._state[ROUTED] = address
 
     def _at_weighted(self, name: bytes, tensor: ggml.Tensor) -> None:
         """Neither operand of the product that weighted the experts has been overwritten yet."""
         weights = ggml.tensor_at(tensor.src[1])
         if self._tracing:
-            self._observer.weighted(_weights(weights).copy())
+            self._observer.log_weights(_weights(weights))
         if self._unweighed:
-            layer = int(name.rpartition(b"-")[2])
-            if layer in self._unweighed:
-                self._unweighed.discard(layer)
-                self._weights[layer] = _name_words(weights.name)
-            self._state[TRACING] = self._tracing or bool(self._unweighed)
+            self._learn_weights(int(name.rpartition(b"-")[2]), weights.name)
+
+    def _learn_weights(self, layer: int, name: bytes) -> None:
+        """`name` is that of the layer's last weights node, in this graph and in those to come,
+        unless it is one that ggml makes up by counting nodes."""
+        if layer in self._unweighed:
+            self._unweighed.discard(layer)
+            if name.startswith(_WEIGHTS_PREFIX):
+                self._weights[layer] = _name_words(name)
+            else:
+                warnings.warn(
+                    f"layer {layer} does not show where its experts' weights are final: nothing "
+                    "is dropped from it",
+                    stacklevel=2,
+                )
+        self._state[TRACING] = self._tracing or bool(self._unweighed)
 
     def _product(self, address: int) -> int:
         tensor = ggml.tensor_at(address)

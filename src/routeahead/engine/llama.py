@@ -74,6 +74,7 @@ class Llama(llama_cpp.Llama):
         self.settings, llama = Settings.split(arguments)
         self.layout = read_layout(model_path)
         self.counters = Counters()
+        self._read_until: tuple[float, int, int] | None = None  # lanes' totals after a batch
         self.phase: Phase = "prefill"
         trained = self.layout.value("context_length")
         if cap_context and trained:
@@ -200,6 +201,8 @@ class Llama(llama_cpp.Llama):
             ReadError: an expert's bytes did not arrive. The batch left no trace in the context.
         """
         phase, streamed, before = self.phase, self.streamed, self._reading()
+        if self._read_until:  # a guess may have been read since the last batch: it counts here
+            before.io_s, before.bytes_read, before.reads = self._read_until
         if streamed:
             streamed.hook.begin()
             streamed.stream.begin(phase, self.n_tokens)
@@ -211,7 +214,9 @@ class Llama(llama_cpp.Llama):
         except BaseException:
             self._undo()
             raise
-        step = self._reading().minus(before)
+        now = self._reading()
+        self._read_until = now.io_s, now.bytes_read, now.reads
+        step = now.minus(before)
         step.tokens, step.batches = batch.batch.n_tokens, 1
         self.counters.totals(phase).add(step)
         if streamed:

@@ -94,6 +94,12 @@ def _warn(settings: Settings, top_k: int) -> None:
             "layer's output; judge it with `routeahead eval`",
             stacklevel=2,
         )
+    if settings.drop_cold_experts and settings.route_ahead_compute == "worker":
+        warnings.warn(
+            "drop_cold_experts keeps what was read early, and with route_ahead_compute='worker' "
+            "that depends on timing, and so does the output: 'inline' repeats",
+            stacklevel=2,
+        )
     looks = settings.drop_cold_experts or settings.expert_substitute
     if looks and (settings.prefetch or settings.predict_prefetch):
         warnings.warn(
@@ -141,7 +147,7 @@ def _predict(
         # A guess that is late is of no use; waiting for it would be of less.
         late=settings.route_ahead_late if settings.route_ahead else "pass",
         read_early=read_early,
+        resident=source.resident,
         recorded=forced.selection if forced else None,
         cold_share=steering.drop.threshold if steering.drop and aware else 0.0,
-        resident=source.resident,
     )

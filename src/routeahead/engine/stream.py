@@ -56,6 +56,7 @@ class Stream:
     def begin(self, phase: Phase, position: int) -> None:
         """A batch whose first token stands at `position` is about to be evaluated."""
         self.phase = phase
+        self.source.begin()
         self._position.begin(position)
         if self.steering.ahead:
             self.steering.ahead.begin(phase, position)
@@ -92,12 +93,16 @@ class Stream:
         self._account(start, stalled)
         return hold or self._load is not None
 
-    def weighed(self, weights: npt.NDArray[np.float32]) -> bool:
+    @property
+    def holding(self) -> bool:
+        return self._held is not None
+
+    def final_weights(self, weights: npt.NDArray[np.float32]) -> bool:
         start, stalled = time.perf_counter(), self.source.stall_s
         if self._held and self.steering.drop:
             layer, ids = self._held
             if self._log:
-                self._log.weighted(weights)
+                self._log.weights(weights)
             dropped = self.steering.drop.drop(layer, ids, weights, self.source.resident)
             if self._log:
                 self._log.dropped(dropped)
@@ -171,9 +176,9 @@ class Stream:
         self._account(start, stalled)
         return self._load is not None
 
-    def weighted(self, weights: npt.NDArray[np.float32]) -> None:
+    def log_weights(self, weights: npt.NDArray[np.float32]) -> None:
         if self._log:
-            self._log.weighted(weights)
+            self._log.weights(weights)
 
     def faulted(self) -> None:
         self.source.expose()

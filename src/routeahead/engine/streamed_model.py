@@ -144,8 +144,12 @@ class StreamedModel:
         least = layout.token_bytes(self._top_k)
         if size == "auto":
             # Dense weights, KV cache and context exist by now, so what is free is free for experts
-            # except for one layer that a prompt may take beyond the budget.
-            free = available_bytes() - _HEADROOM - layout.layer_bytes()
+            # except for one layer that a prompt may take beyond the budget, and for what is read
+            # before its layer asks.
+            settings = self._settings
+            ahead = settings.route_ahead or settings.prefetch or int(settings.predict_prefetch)
+            early = min(ahead, len(layout.moe_layers)) * self._top_k * layout.largest_expert()
+            free = available_bytes() - _HEADROOM - layout.layer_bytes() - early
             if free < least:
                 raise SettingsError(
                     f"{max(0, free) // MIB} MiB are left for the expert cache and one token routes "

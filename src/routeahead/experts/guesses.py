@@ -32,6 +32,11 @@ class Guess:
     wanted: bool = True
 
     @property
+    def begun(self) -> bool:
+        """A lane has, or had, some of it."""
+        return len(self.revoked) < len(self.reads)
+
+    @property
     def landed(self) -> bool:
         """All of its bytes are here."""
         return all(read.ticket.done and not read.ticket.error for read in self.reads)
@@ -73,14 +78,14 @@ class Guesses:
     def pass_by(self, layer: int) -> int:
         """The layer has been there: what is left of its guesses is of no use.
 
-        Returns how many of them have landed.
+        Returns how many of them a lane had begun.
         """
-        landed = 0
+        begun = 0
         for (at, _), guess in self._guesses.items():
             if at == layer and guess.wanted:
                 guess.wanted = False
-                landed += guess.landed
-        return landed
+                begun += guess.begun
+        return begun
 
     def sweep(self) -> list[Pages]:
         """Forgets what nobody wants and no lane has; returns the pages that were put under it."""

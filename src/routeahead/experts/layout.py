@@ -142,6 +142,10 @@ class ModelLayout:
         """Expert bytes that one token routes to: the smallest cache that makes sense."""
         return (top_k or self.n_expert_used) * sum(self.bytes_by_layer().values())
 
+    def largest_expert(self) -> int:
+        """Bytes of one expert of the layer in which they are largest."""
+        return max(self.bytes_by_layer().values(), default=0)
+
     def layer_bytes(self) -> int:
         """Bytes of all experts of the largest layer."""
         sizes: dict[int, int] = {}

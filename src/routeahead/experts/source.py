@@ -61,8 +61,8 @@ class Prefetch:
 
     Attributes:
         issued: queued early, because they were absent.
-        completed: read, or being read, when their layer came; the others were cancelled by a
-            demand load (guesses), or thrown away by a fault.
+        completed: read, or being read, when their layer came; the others were taken back before
+            a lane had begun them (guesses), or thrown away by a fault.
         useful: used by it.
     """
 
@@ -117,8 +117,14 @@ class ExpertSource:
         self._order: dict[str, int] = {}
         self._early: dict[int, Load] = {}  # by layer, from `read_early` until the layer asks
         self._guesses = Guesses()
+        self._void = False  # a fault's traces have not been removed yet
         self.prefetch = Prefetch()
         self.stall_s = self.adopt_s = 0.0
+
+    def begin(self) -> None:
+        """A batch is about to be evaluated. A second Ctrl-C may have cut `recover` short."""
+        if self._void:
+            self.recover()
 
     def order_projections(self, order: Sequence[str]) -> None:
         """Reads are issued in the order in which the graph computes the projections."""
@@ -131,8 +137,8 @@ class ExpertSource:
 
         Returns what to wait for before computing with them, or None where all are resident.
         """
-        # Nothing of an earlier layer is in flight here, so every page is either an entry's (early
-        # ones may still be on their way: they count as used) or free.
+        # Nothing that an earlier layer needed is in flight here, so every page is an entry's (early
+        # ones may still be on their way: they count as used), a guess's, or free.
         self._arena.trim(max(0, self.cache.budget + self._layer_bytes - self.cache.used))
         outcome = self.cache.lookup(layer, experts)
         if outcome.victims:
@@ -149,8 +155,8 @@ class ExpertSource:
         return load
 
     def resident(self, layer: int, expert: int) -> bool:
-        """Whether the expert can be used without a read that has yet to begin: it is in the cache,
-        which has what was committed early, or a guess that has landed."""
+        """Whether using the expert causes no read: it is in the cache, which has what a committed
+        read is bringing, or a guess of it has landed."""
         guess = self._guesses.get(layer, expert) if self._guesses else None
         return (layer, expert) in self.cache or (guess is not None and guess.landed)
 
@@ -166,7 +172,7 @@ class ExpertSource:
             self.lanes.submit(reads, "committed")
 
     def guess(self, layer: int, experts: Sequence[int], limit: int | None = None) -> None:
-        """Reads what a later `layer` may use, until a demand load comes.
+        """Reads what a later `layer` may use, until some layer asks for its experts.
 
         Args:
             experts: likeliest first.
@@ -176,7 +182,7 @@ class ExpertSource:
         reads: list[Read] = []
         for expert in absent:
             known = self._guesses.get(layer, expert)
-            if known:  # a demand load cancelled it, or it was for the token before, and in flight
+            if known:  # it was taken back, or it was for the token before, and in flight
                 self.prefetch.issued += not known.wanted
                 known.wanted = True
                 reads += known.take_revoked()
@@ -199,10 +205,9 @@ class ExpertSource:
         of use are guessed again once the layer has its own.
         """
         self._guesses.revoke(self.lanes.revoke())
-        found = {e: guess for e in misses if (guess := self._guesses.pop(layer, e))}
-        begun = [g for g in found.values() if len(g.revoked) < len(g.reads)]
-        self.prefetch.completed += len(begun) + self._guesses.pass_by(layer)
-        self.prefetch.useful += len(begun)
+        found = {e: guess for e in misses if (guess := self._guesses.pop(layer, e)) and guess.begun}
+        self.prefetch.completed += len(found) + self._guesses.pass_by(layer)
+        self.prefetch.useful += len(found)
         self._arena.give(self._guesses.sweep())
         missing = [guess for guess in found.values() if not guess.landed]
         absent = [expert for expert in misses if expert not in found]
@@ -287,11 +292,13 @@ class ExpertSource:
         A fault may have struck anywhere, between two lines of bookkeeping too, so nothing of the
         old state is trusted.
         """
+        self._void = True
         self.lanes.drain()
         self._early.clear()
         self._guesses.clear()
         self.cache.clear()
         self._arena.reset(self._tensors)
+        self._void = False
 
     def close(self) -> None:
         self.lanes.close()

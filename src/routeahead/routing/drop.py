@@ -52,7 +52,7 @@ class DropCold:
 
         Args:
             ids, weights: (rows, top-k).
-            resident: (layer, expert) → whether its bytes are in memory.
+            resident: (layer, expert) → whether using it causes no read.
 
         Returns:
             Which slots were dropped, (rows, top-k).

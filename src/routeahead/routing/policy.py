@@ -24,7 +24,7 @@ class Routing:
             layer computes with; an id that is no expert ends the process, so write none.
         scores: gives float32 (rows, n_expert), what the graph has just ranked the experts by,
             biases included, -inf for those out of the race. Not to be written to, nor kept.
-        resident: (layer, expert) → whether its bytes are in memory.
+        resident: (layer, expert) → whether using it causes no read.
     """
 
     phase: Phase

@@ -95,9 +95,6 @@ class RouteAhead:
         self._rankings[index] = ids
         return True
 
-    def offered(self, index: int) -> bool:
-        return index in self._rankings
-
     def cannot_predict(self, index: int, reason: Reason) -> None:
         """There will be no ranking for the layer at `index` in this step."""
         self._missing[index] = reason

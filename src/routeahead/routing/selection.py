@@ -66,7 +66,8 @@ class SelectionRule:
         chosen = logits[ids]
         if self.gate_bias is not None:
             chosen = chosen + self.gate_bias[ids]
-        # Without an activation before the selection, llama.cpp has a softmax over the selected.
+        # Without an activation before the selection there is one after it: a softmax over the
+        # selected (gpt-oss). Llama 4's sigmoid would give other shares, and has one expert a token.
         if self.activation in ("none", "softmax"):
             return _softmax(chosen)
         weights = _ACTIVATE[self.activation](chosen)

@@ -35,8 +35,8 @@ COLUMNS: Mapping[str, str] = {
 class IoTrace:
     """Lanes append to `records`; the evaluation thread writes them after each batch.
 
-    `list.append` is atomic, and every read of a batch has settled before the batch ends, so a
-    record is never lost nor written twice.
+    `list.append` is atomic. What a batch needed has been read when it ends; a guess that is still
+    being read then, by a prefetcher, is written with the next batch, as the counters have it.
     """
 
     def __init__(self, path: Path, start: float) -> None:

@@ -87,7 +87,7 @@ class RouteLog:
                     ]
                 )  # fmt: skip
 
-    def weighted(self, weights: npt.NDArray[np.float32]) -> None:
+    def weights(self, weights: npt.NDArray[np.float32]) -> None:
         """The weights (rows, top-k) of the routing that was recorded last."""
         if self._weighed:  # by who is going to drop some of them
             return
