@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import vocabulary
 from gguf import GGMLQuantizationType as QuantType
-from model import Shape
+from model import SHAPES, Shape
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -27,11 +27,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("work", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--model", choices=SHAPES, default="qwen3moe")
     parser.add_argument("--experts", default="Q4_0", help="quantisation of the experts")
     arguments = parser.parse_args()
     state = torch.load(arguments.work / "checkpoint.pt", weights_only=True)
-    shape = Shape(vocabulary=vocabulary.SIZE)
-    writer = gguf.GGUFWriter(arguments.out, "qwen3moe")
+    shape = SHAPES[arguments.model]
+    writer = gguf.GGUFWriter(arguments.out, shape.family)
     add_metadata(writer, shape)
     add_vocabulary(writer, arguments.work / "tokenizer.json")
     for name, weights, quant in tensors(state["model"], shape, QuantType[arguments.experts]):
@@ -51,6 +52,8 @@ def add_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.expert_width)
     writer.add_expert_feed_forward_length(shape.expert_width)
+    if shape.shared_width:
+        writer.add_expert_shared_feed_forward_length(shape.shared_width)
     writer.add_expert_count(shape.experts)
     writer.add_expert_used_count(shape.top_k)
     writer.add_head_count(shape.heads)
@@ -85,6 +88,27 @@ def add_vocabulary(writer: gguf.GGUFWriter, path: Path) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
+# llama.cpp's name in a layer → ours; what a family has not is absent.
+_DENSE = {
+    "attn_norm.weight": "attention_norm.weight",
+    "attn_q.weight": "attention.q.weight",
+    "attn_q.bias": "attention.q.bias",
+    "attn_k.weight": "attention.k.weight",
+    "attn_k.bias": "attention.k.bias",
+    "attn_v.weight": "attention.v.weight",
+    "attn_v.bias": "attention.v.bias",
+    "attn_output.weight": "attention.o.weight",
+    "attn_q_norm.weight": "attention.q_norm.weight",
+    "attn_k_norm.weight": "attention.k_norm.weight",
+    "ffn_norm.weight": "experts_norm.weight",
+    "ffn_gate_inp.weight": "experts.router.weight",
+    "ffn_gate_inp_shexp.weight": "experts.shared.open.weight",
+    "ffn_gate_shexp.weight": "experts.shared.gate.weight",
+    "ffn_up_shexp.weight": "experts.shared.up.weight",
+    "ffn_down_shexp.weight": "experts.shared.down.weight",
+}
+
+
 def tensors(
     state: dict[str, torch.Tensor], shape: Shape, experts: QuantType
 ) -> list[tuple[str, np.ndarray, QuantType]]:
@@ -96,20 +120,15 @@ def tensors(
     found = [
         ("token_embd.weight", of("embed.weight"), QuantType.Q8_0),
         ("output_norm.weight", of("norm.weight"), QuantType.F32),
+        ("output.weight", of("embed.weight"), QuantType.Q8_0),
     ]
     for index in range(shape.layers):
         ours, theirs = f"layers.{index}.", f"blk.{index}."
-        for name, part in {
-            "attn_norm": "attention_norm",
-            "attn_q_norm": "attention.q_norm",
-            "attn_k_norm": "attention.k_norm",
-            "ffn_norm": "experts_norm",
-            "ffn_gate_inp": "experts.router",
-        }.items():
-            found.append((f"{theirs}{name}.weight", of(f"{ours}{part}.weight"), QuantType.F32))
-        for name, part in {"q": "q", "k": "k", "v": "v", "output": "o"}.items():
-            weights = of(f"{ours}attention.{part}.weight")
-            found.append((f"{theirs}attn_{name}.weight", weights, QuantType.Q8_0))
+        for name, part in _DENSE.items():
+            if f"{ours}{part}" in state:
+                weights = of(f"{ours}{part}")
+                exact = weights.ndim < 2 or "gate_inp" in name
+                found.append((theirs + name, weights, QuantType.F32 if exact else QuantType.Q8_0))
         for part in ("gate", "up", "down"):
             # (experts, in, out) there, (experts, out, in) here
             weights = np.ascontiguousarray(of(f"{ours}experts.{part}").transpose(0, 2, 1))

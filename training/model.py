@@ -1,13 +1,15 @@
-"""A Mixture-of-Experts language model in PyTorch, computing what llama.cpp's qwen3moe computes.
+"""Two Mixture-of-Experts language models in PyTorch, computing what llama.cpp computes.
 
-RMS norms, rotary positions (NEOX pairing), grouped queries with normalised heads, and in each layer
-experts with a softmax router whose top-k weights are normalised (Qwen3; Switch Transformer for the
-balancing loss, arXiv:2101.03961).
+Both have RMS norms, rotary positions (NEOX pairing), grouped queries, and in each layer experts
+with a softmax router. `qwen3moe` normalises heads, and the weights of the top-k; `qwen2moe` has
+biases on queries, keys and values, keeps the weights as they are, and adds a shared expert with a
+gate of its own. (Balancing loss: Switch Transformer, arXiv:2101.03961.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +18,9 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """Widths in numbers; `vocabulary` in tokens."""
+    """Widths in numbers; `vocabulary` and `context` in tokens."""
 
+    family: Literal["qwen3moe", "qwen2moe"] = "qwen3moe"
     vocabulary: int = 4096
     layers: int = 12
     width: int = 256
@@ -27,9 +30,24 @@ class Shape:
     experts: int = 32
     top_k: int = 4
     expert_width: int = 96
-    context: int = 256
+    shared_width: int = 0
+    context: int = 512
     rope_base: float = 10_000.0
     epsilon: float = 1e-6
+
+
+SHAPES = {
+    "qwen3moe": Shape(),
+    "qwen2moe": Shape(
+        family="qwen2moe",
+        layers=8,
+        width=192,
+        head=48,
+        experts=24,
+        expert_width=64,
+        shared_width=96,
+    ),
+}
 
 
 class Norm(nn.Module):
@@ -47,11 +65,14 @@ class Attention(nn.Module):
         super().__init__()
         self._shape = shape
         heads, kv_heads, head = shape.heads, shape.kv_heads, shape.head
-        self.q = nn.Linear(shape.width, heads * head, bias=False)
-        self.k = nn.Linear(shape.width, kv_heads * head, bias=False)
-        self.v = nn.Linear(shape.width, kv_heads * head, bias=False)
+        bias = shape.family == "qwen2moe"
+        self.q = nn.Linear(shape.width, heads * head, bias=bias)
+        self.k = nn.Linear(shape.width, kv_heads * head, bias=bias)
+        self.v = nn.Linear(shape.width, kv_heads * head, bias=bias)
         self.o = nn.Linear(heads * head, shape.width, bias=False)
-        self.q_norm, self.k_norm = Norm(head, shape.epsilon), Norm(head, shape.epsilon)
+        normalised = shape.family == "qwen3moe"
+        self.q_norm = Norm(head, shape.epsilon) if normalised else nn.Identity()
+        self.k_norm = Norm(head, shape.epsilon) if normalised else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """(batch, length, width) → the same."""
@@ -88,6 +109,7 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.randn(experts, width, inner) * width**-0.5)
         self.up = nn.Parameter(torch.randn(experts, width, inner) * width**-0.5)
         self.down = nn.Parameter(torch.randn(experts, inner, width) * inner**-0.5)
+        self.shared = Shared(shape) if shape.shared_width else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, width) → the same, and the balancing loss."""
@@ -95,7 +117,8 @@ class Experts(nn.Module):
         with torch.autocast("cpu", enabled=False):
             scores = F.softmax(F.linear(x.float(), self.router.weight.float()), -1)
         weights, chosen = scores.topk(shape.top_k)
-        weights = weights / weights.sum(-1, keepdim=True)
+        if shape.family == "qwen3moe":
+            weights = weights / weights.sum(-1, keepdim=True)
         share = F.one_hot(chosen, shape.experts).sum(1).float().mean(0) / shape.top_k
         balance = shape.experts * (share.detach() * scores.mean(0)).sum()
 
@@ -114,7 +137,22 @@ class Experts(nn.Module):
         hidden = F.silu(torch.bmm(packed, self.gate)) * torch.bmm(packed, self.up)
         out = torch.bmm(hidden, self.down).flatten(0, 1)[rows]
         out = out * weights.flatten()[order].unsqueeze(-1).to(out.dtype)
-        return torch.zeros_like(x).index_add(0, token, out.to(x.dtype)), balance
+        routed = torch.zeros_like(x).index_add(0, token, out.to(x.dtype))
+        return routed + self.shared(x) if self.shared else routed, balance
+
+
+class Shared(nn.Module):
+    """An expert that every token uses, as far as its gate lets it."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.width, shape.shared_width, bias=False)
+        self.up = nn.Linear(shape.width, shape.shared_width, bias=False)
+        self.down = nn.Linear(shape.shared_width, shape.width, bias=False)
+        self.open = nn.Linear(shape.width, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.open(x)) * self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Layer(nn.Module):

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 import vocabulary
 from corpus import documents
-from model import Model, Shape
+from model import SHAPES, Model
 from tasks import KINDS, item
 from torch import Tensor
 
-BATCH, LENGTH = 16, 256
+BATCH, LENGTH = 8, 512
 PEAK_RATE, WARM_UP, DECAY_FROM = 2e-3, 100, 0.6
 BALANCE = 0.01
 TASK_SHARE = 0.5  # of the tokens
@@ -38,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("work", type=Path)
     parser.add_argument("--tokens", type=float, default=20e6, help="to train on, in all")
+    parser.add_argument("--model", choices=SHAPES, default="qwen3moe")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-s", type=float, default=300)
     arguments = parser.parse_args()
@@ -54,7 +55,7 @@ class Training:
         self._work, self._every = arguments.work, arguments.checkpoint_s
         self._steps = int(arguments.tokens / (BATCH * LENGTH))
         self._data = Data(self._work, arguments.seed)
-        self._model = Model(Shape(vocabulary=vocabulary.SIZE, context=LENGTH))
+        self._model = Model(SHAPES[arguments.model])
         decayed = [p for p in self._model.parameters() if p.ndim > 1]
         others = [p for p in self._model.parameters() if p.ndim <= 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
