@@ -127,6 +127,7 @@ def tensors(
         for name, part in _DENSE.items():
             if f"{ours}{part}" in state:
                 weights = of(f"{ours}{part}")
+                weights = weights[0] if len(weights) == 1 else weights  # a gate of one number
                 exact = weights.ndim < 2 or "gate_inp" in name
                 found.append((theirs + name, weights, QuantType.F32 if exact else QuantType.Q8_0))
         for part in ("gate", "up", "down"):
