@@ -15,6 +15,7 @@ norms are float32: the choices of the files labelled Q4_K_M.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import time
@@ -194,7 +195,9 @@ def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def write_model(path: Path, tensors: list[Tensor], writer: gguf.GGUFWriter, seed: int) -> None:
+def write_model(
+    path: Path, tensors: list[Tensor], writer: gguf.GGUFWriter, seed: int, *, hollow: bool
+) -> None:
     """Write the header, which the caller has filled with metadata, and stream the tensors."""
     for tensor in tensors:
         # The element type only counts where no quantisation is given.
@@ -203,11 +206,13 @@ def write_model(path: Path, tensors: list[Tensor], writer: gguf.GGUFWriter, seed
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    write_tensors(writer, tensors, seed)
+    write_tensors(writer, tensors, seed, hollow=hollow)
     writer.close()
 
 
-def write_tensors(writer: gguf.GGUFWriter, tensors: list[Tensor], seed: int) -> None:
+def write_tensors(
+    writer: gguf.GGUFWriter, tensors: list[Tensor], seed: int, *, hollow: bool
+) -> None:
     """Write the tensors' data behind the header, each padded to GGUF's alignment."""
     [file] = writer.fout or []
     writer.write_padding(file, file.tell())
@@ -218,6 +223,8 @@ def write_tensors(writer: gguf.GGUFWriter, tensors: list[Tensor], seed: int) -> 
         if tensor.quant is QuantType.F32:
             values = rng.normal(tensor.mean, tensor.std, tensor.shape).astype("<f4")
             file.write(values.tobytes())
+        elif hollow and "_exps." in tensor.name:
+            file.truncate(file.seek(tensor.nbytes, os.SEEK_CUR))
         else:
             kind = (tensor.quant, tensor.std)
             if kind not in rings:
@@ -283,6 +290,12 @@ def parse_arguments() -> argparse.Namespace:
         help="layers whose down projections are Q6_K: none (the default), those of the recorded "
         "routing trace, or a list such as 0,1,5",
     )
+    parser.add_argument(
+        "--hollow",
+        action="store_true",
+        help="experts are holes in the file: reads give zeros and ask nothing of the disk, so that "
+        "with --throttle the same bandwidth is there in every run",
+    )
     args = parser.parse_args()
     if not 1 <= args.top_k <= EXPERTS:
         parser.error(f"--top-k must be from 1 to {EXPERTS}")
@@ -300,13 +313,13 @@ def main() -> None:
     tensors = list(model_tensors(args.layers, vocabulary, args.down_q6k_layers))
     needed = sum(tensor.nbytes for tensor in tensors)
     free = shutil.disk_usage(args.out.parent).free
-    if needed > free:
+    if needed > free and not args.hollow:
         sys.exit(f"{args.out} needs {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free")
     # Nobody can mistake an interrupted write for a model, as it gets its name at the end.
     unfinished = args.out.with_name(args.out.name + ".part")
     writer = gguf.GGUFWriter(None, ARCH)
     add_metadata(writer, args.layers, vocabulary, args.top_k)
-    write_model(unfinished, tensors, writer, args.seed)
+    write_model(unfinished, tensors, writer, args.seed, hollow=args.hollow)
     unfinished.replace(args.out)
     print(args.out)
 
