@@ -43,7 +43,7 @@ class AheadTimes:
     """Seconds since the load.
 
     Attributes:
-        gemv_s: CPU time of router products and rankings, of whichever thread computed them.
+        gemv_s: router products and rankings: a worker's CPU time, or the evaluation thread's time.
         issue_s: the evaluation thread giving away rows and early reads.
         wait_s: the evaluation thread waiting for rankings.
         watchdog_s: the same as gemv_s for the watchdog's products, and comparing.
@@ -149,7 +149,7 @@ class Ahead:
             else:
                 prediction = Prediction(self.policy.serial, target, row)
                 self._submit(prediction, index)
-                inline = prediction.cpu_s if isinstance(self._predictor, Inline) else 0.0
+                inline = prediction.spent_s if isinstance(self._predictor, Inline) else 0.0
         self.times.issue_s += max(0.0, time.perf_counter() - start - inline)
 
     def issue(self, layer: int) -> None:
@@ -210,9 +210,9 @@ class Ahead:
             raise prediction.error
         ids, target = prediction.ids, prediction.index
         if prediction.router is not None:
-            self._watch(prediction.router, ids, prediction.cpu_s)
+            self._watch(prediction.router, ids, prediction.spent_s)
             return
-        self.times.gemv_s += prediction.cpu_s
+        self.times.gemv_s += prediction.spent_s
         if ids is None or target < index:
             return
         layer = self._layers[target]
@@ -242,12 +242,12 @@ class Ahead:
             prediction.logits = logits.copy()
         return self.ranker.rule(index).select(logits)
 
-    def _watch(self, router: Ids, ids: Ids | None, cpu_s: float) -> None:
+    def _watch(self, router: Ids, ids: Ids | None, spent_s: float) -> None:
         start = time.perf_counter()
         why = self.watchdog.watch(router, ids) if ids is not None else ""
         if why:
             self._disarm(why)
-        self.times.watchdog_s += cpu_s + time.perf_counter() - start
+        self.times.watchdog_s += spent_s + time.perf_counter() - start
 
     def _disarm(self, why: str) -> None:
         self._forget()

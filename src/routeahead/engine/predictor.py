@@ -36,14 +36,15 @@ class Prediction:
         ids: int32 (top_k,), best first, once `done`.
         logits: float32 (n_expert,) that they come from, where they are of use later.
         error: what went wrong instead.
-        cpu_s: CPU time it took.
+        spent_s: time it took: of a worker's CPU, or of the clock inline, where even asking for CPU
+            time costs as much as what is measured (a system call with cold caches).
         router: what the layer's own router chose on the same row, for the watchdog to compare;
             None where this is a prediction indeed.
     """
 
     __slots__ = (
-        "_settled", "cpu_s", "done", "error", "ids", "index", "logits", "router", "row", "serial",
-        "void",
+        "_settled", "done", "error", "ids", "index", "logits", "router", "row", "serial",
+        "spent_s", "void",
     )  # fmt: skip
 
     def __init__(self, serial: int, index: int, row: Row, router: Ids | None = None) -> None:
@@ -51,18 +52,18 @@ class Prediction:
         self.ids: Ids | None = None
         self.logits: npt.NDArray[np.float32] | None = None
         self.error: BaseException | None = None
-        self.cpu_s = 0.0
+        self.spent_s = 0.0
         self.done = self.void = False
         self._settled: _thread.LockType | None = None  # held until done, if another thread computes
 
-    def run(self, rank: Callable[[Prediction], Ids]) -> None:
-        start = time.thread_time()
+    def run(self, rank: Callable[[Prediction], Ids], clock: Callable[[], float]) -> None:
+        start = clock()
         try:
             if not self.void:
                 self.ids = rank(self)
         except BaseException as error:  # raised where the prediction is collected
             self.error = error
-        self.cpu_s = time.thread_time() - start
+        self.spent_s = clock() - start
         self.done = True
         if self._settled:
             self._settled.release()
@@ -89,7 +90,7 @@ class Inline:
         self._rank = rank
 
     def submit(self, prediction: Prediction) -> None:
-        prediction.run(self._rank)
+        prediction.run(self._rank, time.perf_counter)
 
     def close(self) -> None:
         pass
@@ -114,4 +115,4 @@ class Worker:
 
     def _serve(self) -> None:
         while prediction := self._asked.get():
-            prediction.run(self._rank)
+            prediction.run(self._rank, time.thread_time)
