@@ -82,5 +82,7 @@ class Unruly:
 
 
 def interrupt() -> int:
+    """Not with a poisoned arena: a signal that arrives as the graph asks about a product cuts the
+    callback short, and llama.cpp still runs that product, for nobody, on bytes that are missing."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     raise ReadError("interrupted")

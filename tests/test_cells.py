@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import typer
 from conftest import Library
 
-from routeahead.cli.flags import llama_kwargs
+from routeahead import Settings
+from routeahead.cli import options
+from routeahead.cli.run import run
 from routeahead.engine.gguf_file import read_layout
 from routeahead.errors import SettingsError
 from routeahead.evaluation.cells import (
@@ -77,12 +80,17 @@ def test_cells_are_told_apart() -> None:
 def test_lists_in_the_repository_are_what_the_program_takes(path: Path, model: Path) -> None:
     found = read_cells(path)
     check_cells(found.cells, None)
-    layout = read_layout(model)
+    layout, app = read_layout(model), typer.Typer()
+    app.command()(run)
+    command = typer.main.get_command(app)
+    settings = {field.name for field in fields(Settings)}
     for cell in found.cells:
         flags = expand_shares(cell.flags, layout)
         script = Path(cell.program[1])
         if cell.program[-1] == "run":
-            llama_kwargs(shlex.join(flags))
+            given = command.make_context("run", [str(model), *flags]).params
+            streaming = {name: value for name, value in given.items() if name in settings}
+            Settings.split(options.streaming(**streaming))
         else:
             assert (BENCHMARKS.parent / script).is_file()
 

@@ -127,8 +127,9 @@ def run_schedules(load: Load, folder: Path, models: int, each: int) -> None:
             route_ahead=depth,
             route_ahead_compute=rng.choice(["inline", "worker"]),
             wrap_reader=unruly,
-            poison=True,
+            poison=(poison := number % 4 != 3),
         )
+        faults = [disk_error] if poison else [disk_error, interrupt]
         source = llm.source
         assert source
         for schedule in range(each):
@@ -140,7 +141,7 @@ def run_schedules(load: Load, folder: Path, models: int, each: int) -> None:
             if kind < 0.25:  # cancelled between two tokens
                 evaluate(llm, batches[: rng.randrange(2, 5)])
             elif kind < 0.5:  # cut off inside of one
-                made[0].strike(rng.randrange(1, 90), rng.choice([disk_error, interrupt]))
+                made[0].strike(rng.randrange(1, 90), rng.choice(faults))
                 try:
                     evaluate(llm, batches)
                 except (ReadError, KeyboardInterrupt):
