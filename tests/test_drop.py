@@ -233,7 +233,7 @@ def test_what_will_be_dropped_is_not_read_early(load: Load, tmp_path: Path) -> N
         ({"drop_cold_experts": 1.5}, "drop_cold_experts is 1.5: give 0 to 1"),
         ({"drop_cold_experts": 0.5, "cache_mb": 0}, "cache_mb=0 keeps nothing"),
         ({"drop_in_prefill": True}, "drop_in_prefill has no effect without drop_cold_experts"),
-        ({"drop_renorm": False}, "drop_renorm has no effect without drop_cold_experts"),
+        ({"drop_renorm": True}, "drop_renorm has no effect without drop_cold_experts"),
         ({"predict_spec_max": 1}, "predict_spec_max has no effect without predict_prefetch"),
         ({"gate_precision": "f16"}, "without route_ahead or predict_prefetch"),
         ({"predict_prefetch": True, "route_ahead_late": "pass"}, "has no effect without route_a"),

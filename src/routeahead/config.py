@@ -92,7 +92,7 @@ class Settings:
     route_ahead_late: Literal["pass", "wait"] = "wait"
     gate_precision: Literal["f32", "f16", "int8"] = "f32"
     drop_cold_experts: float = 0.0
-    drop_renorm: bool = True
+    drop_renorm: bool = False
     drop_in_prefill: bool = False
     drop_aware: bool = True
     expert_substitute: float = 0.0
