@@ -9,6 +9,7 @@ architectures. What is not understood is left to the router.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,6 +110,6 @@ def _is_plain(node: ggml.Tensor) -> bool:
     )
 
 
-def _sum(biases: object) -> npt.NDArray[np.float32] | None:
-    found = list(biases)  # type: ignore[call-overload]
+def _sum(biases: Iterable[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32] | None:
+    found = list(biases)
     return sum(found[1:], found[0]) if found else None
