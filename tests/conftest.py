@@ -46,6 +46,14 @@ def evaluate(llm: Llama, batches: Sequence[Sequence[int]]) -> Logits:
     return np.stack(rows)
 
 
+def with_budget(load: Callable[..., Llama], name: str, share: float, **settings: object) -> Llama:
+    """A fixture model whose cache holds that share of its experts, however little that is."""
+    llm = load(name, cache_mb=1, force_cache=True, **settings)
+    assert llm.source
+    llm.source.cache.budget = int(llm.layout.expert_bytes * share)
+    return llm
+
+
 def csv_rows(path: Path) -> list[dict[str, str]]:
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     names = lines[0].split(",")

@@ -7,19 +7,18 @@ weighs those with 0 that a run recorded as dropped.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as C
-from reference import Logits, Resident
-from router_reference import Key, Tensor
+from router_reference import Key, Stepwise, Tensor
 
 Slots = npt.NDArray[np.bool_]
 
 
-class Dropping(Resident):
+class Dropping(Stepwise):
     """A resident model whose decode gives recorded slots no weight."""
 
     def __init__(
@@ -28,17 +27,8 @@ class Dropping(Resident):
         """`dropped`: (position of the token, layer) → (top_k,)."""
         self._dropped, self._renorm = dropped, renorm
         self._last: dict[int, bytes] = {}  # layer → name of the node with its final weights
-        self._position, self._decoding = 0, False
         self._callback = C.ggml_backend_sched_eval_callback(self._on_node)
         super().__init__(path, threads=threads, callback=self._callback)
-
-    def evaluate(self, batches: Sequence[Sequence[int]]) -> Logits:
-        self._position, rows = 0, []
-        for index, batch in enumerate(batches):
-            self._decoding = index > 0
-            rows.append(super().evaluate([batch], keep=index > 0))
-            self._position += len(batch)
-        return np.concatenate(rows)
 
     def _on_node(self, address: int, ask: bool, _: object) -> bool:
         tensor = Tensor.from_address(address)

@@ -34,7 +34,22 @@ class Tensor(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Forced(Resident):
+class Stepwise(Resident):
+    """Knows, while it evaluates, which position it is at and whether it decodes: the first batch is
+    the prompt, the rest is decode."""
+
+    _position, _decoding = 0, False
+
+    def evaluate(self, batches: Sequence[Sequence[int]]) -> Logits:
+        self._position, rows = 0, []
+        for index, batch in enumerate(batches):
+            self._decoding = index > 0
+            rows.append(super().evaluate([batch], keep=index > 0))
+            self._position += len(batch)
+        return np.concatenate(rows)
+
+
+class Forced(Stepwise):
     """A resident model that routes as recorded.
 
     Attributes:
@@ -44,19 +59,10 @@ class Forced(Resident):
 
     def __init__(self, path: Path, recorded: Mapping[Key, Ids], *, threads: int) -> None:
         self._recorded = recorded
-        self._position, self._decoding = 0, False
         self.inputs: dict[Key, npt.NDArray[np.float32]] = {}
         self.chosen: dict[Key, Ids] = {}
         self._callback = C.ggml_backend_sched_eval_callback(self._on_node)
         super().__init__(path, threads=threads, callback=self._callback)
-
-    def evaluate(self, batches: Sequence[Sequence[int]]) -> Logits:
-        self._position, rows = 0, []
-        for index, batch in enumerate(batches):
-            self._decoding = index > 0
-            rows.append(super().evaluate([batch], keep=index > 0))
-            self._position += len(batch)
-        return np.concatenate(rows)
 
     def _on_node(self, address: int, ask: bool, _: object) -> bool:
         tensor = Tensor.from_address(address)

@@ -9,7 +9,7 @@ import models
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import PROMPTS, THREADS, Library, csv_rows, evaluate, token_batches
+from conftest import PROMPTS, THREADS, Library, csv_rows, evaluate, token_batches, with_budget
 from drop_reference import Dropping
 from readers import Delayed
 
@@ -22,14 +22,6 @@ Load = Callable[..., Llama]
 Key = tuple[int, int]
 
 SHARE = 0.15  # of the experts fits in the cache
-
-
-def with_budget(load: Load, name: str, share: float = SHARE, **settings: object) -> Llama:
-    """A cache of whole tokens' experts and no larger, whatever `cache_mb` would round it to."""
-    llm = load(name, cache_mb=1, force_cache=True, **settings)
-    assert llm.source
-    llm.source.cache.budget = int(llm.layout.expert_bytes * share)
-    return llm
 
 
 class Recorded:
@@ -62,6 +54,7 @@ def test_drops_by_share_and_computes_without(
     llm = with_budget(
         load,
         name,
+        SHARE,
         drop_cold_experts=strength,
         drop_renorm=renorm,
         poison=True,
@@ -94,7 +87,7 @@ def test_drops_by_share_and_computes_without(
 @pytest.mark.filterwarnings("ignore:drop_cold_experts with")
 @pytest.mark.parametrize("name", models.FIXTURES)
 def test_an_inert_threshold_changes_nothing(load: Load, library: Library, name: str) -> None:
-    llm = with_budget(load, name, drop_cold_experts=1e-9, poison=True)
+    llm = with_budget(load, name, SHARE, drop_cold_experts=1e-9, poison=True)
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
     assert llm.steering.drop and llm.steering.drop.dropped == 0 < llm.steering.drop.routed
@@ -113,8 +106,8 @@ def test_equals_below_the_mean_survive() -> None:
 @pytest.mark.parametrize("name", ["qwen3moe", "deepseek2", "gpt-oss"])
 def test_the_top_expert_survives(load: Load, name: str) -> None:
     """With one expert a token, its share is all, whatever F is."""
-    llm = with_budget(load, name, n_expert_used=1, drop_cold_experts=1.0, poison=True)
-    plain = with_budget(load, name, n_expert_used=1)
+    llm = with_budget(load, name, SHARE, n_expert_used=1, drop_cold_experts=1.0, poison=True)
+    plain = with_budget(load, name, SHARE, n_expert_used=1)
     np.testing.assert_array_equal(evaluate(llm, PROMPTS[0]), evaluate(plain, PROMPTS[0]))
     assert llm.steering.drop and llm.steering.drop.dropped == 0
 
@@ -165,7 +158,7 @@ def test_survivors_get_the_mass() -> None:
 
 def test_warns_where_every_expert_matters(load: Load) -> None:
     with pytest.warns(UserWarning, match="4 experts a token: each of them carries much"):
-        with_budget(load, "qwen3moe", drop_cold_experts=0.5)
+        with_budget(load, "qwen3moe", SHARE, drop_cold_experts=0.5)
 
 
 # --- with route-ahead ---
@@ -183,6 +176,7 @@ def test_with_route_ahead(load: Load, name: str, compute: str) -> None:
         llm = with_budget(
             load,
             name,
+            SHARE,
             drop_cold_experts=0.7,
             route_ahead=2,
             route_ahead_compute=compute,
@@ -202,7 +196,7 @@ def test_what_will_be_dropped_is_not_read_early(load: Load, tmp_path: Path) -> N
     """Forced to one committed routing: bytes a token without early reads, with those that expect
     the drop, and with all of them."""
     trace, batches = tmp_path / "route.csv", token_batches(3, decode=100)
-    llm = with_budget(load, "olmoe", route_ahead=2, outputs=Outputs(route_trace=trace))
+    llm = with_budget(load, "olmoe", SHARE, route_ahead=2, outputs=Outputs(route_trace=trace))
     evaluate(llm, batches)
     llm.close()
     found = {}
@@ -215,6 +209,7 @@ def test_what_will_be_dropped_is_not_read_early(load: Load, tmp_path: Path) -> N
         llm = with_budget(
             load,
             "olmoe",
+            SHARE,
             drop_cold_experts=0.8,
             replay_routing=trace,
             outputs=Outputs(io_trace=path),

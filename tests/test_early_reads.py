@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from conftest import Library, evaluate, token_batches
+from conftest import Library, evaluate, token_batches, with_budget
 from readers import Failing, Unruly, disk_error, interrupt
 
 from routeahead import Llama, ReadError
@@ -20,13 +20,6 @@ from routeahead.telemetry.recorder import Outputs
 
 Load = Callable[..., Llama]
 Logits = npt.NDArray[np.float32]
-
-
-def with_budget(load: Load, name: str, share: float, **settings: object) -> Llama:
-    llm = load(name, cache_mb=0, **settings)
-    assert llm.source
-    llm.source.cache.budget = int(llm.layout.expert_bytes * share)
-    return llm
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])

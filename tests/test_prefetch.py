@@ -11,7 +11,7 @@ from pathlib import Path
 import models
 import numpy as np
 import pytest
-from conftest import PROMPTS, THREADS, Library, csv_rows, evaluate, token_batches
+from conftest import PROMPTS, THREADS, Library, csv_rows, evaluate, token_batches, with_budget
 from readers import Delayed, Unruly, disk_error, interrupt
 from router_reference import Forced, Routers
 
@@ -27,13 +27,6 @@ from routeahead.telemetry.io_trace import read_io_trace, report
 from routeahead.telemetry.recorder import Outputs
 
 Load = Callable[..., Llama]
-
-
-def with_budget(load: Load, name: str, share: float, **settings: object) -> Llama:
-    llm = load(name, cache_mb=1, force_cache=True, **settings)
-    assert llm.source
-    llm.source.cache.budget = int(llm.layout.expert_bytes * share)
-    return llm
 
 
 PREFETCHERS = {

@@ -26,6 +26,18 @@ _NODES = 8  # room in a graph
 _STRUCTS = 16 * 512  # bytes for the structs of a few tensors
 
 
+def check_width(precision: Precision, width: int) -> None:
+    """
+    Raises:
+        SettingsError: rows of `width` numbers cannot be stored at that precision.
+    """
+    if precision == "int8" and width % 32:
+        raise SettingsError(
+            f"gate_precision int8 needs rows of a multiple of 32 numbers, and this model's have "
+            f"{width}: use f16 or f32"
+        )
+
+
 class Gate:
     """One layer's gate matrix. One thread may use it at a time.
 
@@ -44,6 +56,7 @@ class Gate:
         """
         self._base = ggml.compute_library()
         self.width, self.n_expert = int(weights.ne[0]), int(weights.ne[1])
+        check_width(precision, self.width)
         kind, data = weights.type, int(weights.data)
         if precision != "f32" and ggml.type_name(kind) != _STORED[precision]:
             kind, self._stored = self._convert(weights, _STORED[precision])
@@ -68,11 +81,6 @@ class Gate:
 
     def _convert(self, weights: ggml.Tensor, name: str) -> tuple[int, npt.NDArray[np.uint8]]:
         base, kind = self._base, ggml.type_code(name)
-        if name == "Q8_0" and self.width % 32:
-            raise SettingsError(
-                f"gate_precision int8 needs rows of a multiple of 32 numbers, and this model's "
-                f"have {self.width}: use f16 or f32"
-            )
         values = self._float32(weights)
         stored = np.zeros(base.ggml_row_size(kind, self.width) * self.n_expert, np.uint8)
         base.ggml_quantize_chunk(

@@ -41,11 +41,11 @@ from routeahead.engine.graph_filter import (
     WEIGHTS,
     WEIGHTS_MASK,
 )
+from routeahead.engine.router import strip_views
 from routeahead.errors import StreamError
 
 _WEIGHTED_PREFIX = b"ffn_moe_weighted"
 _WEIGHTS_PREFIX = b"ffn_moe_weights"
-_VIEWS = ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE")
 
 _StopFunction = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p, ctypes.c_int8)
 
@@ -151,9 +151,7 @@ class GraphHook:
 
     def selection_scores(self) -> npt.NDArray[np.float32]:
         """(rows, n_expert), what the last top-k ranked the experts by; valid at its stop only."""
-        node = ggml.tensor_at(self._topk)
-        while ggml.op_name(node) in _VIEWS:
-            node = ggml.tensor_at(node.src[0])
+        node = strip_views(ggml.tensor_at(self._topk))
         if ggml.op_name(node) != "ARGSORT":
             raise StreamError("this architecture's top-k does not show what it ranks experts by")
         return _floats(ggml.tensor_at(node.src[0]))

@@ -56,7 +56,7 @@ class Prediction:
         self.done = self.void = False
         self._settled: _thread.LockType | None = None  # held until done, if another thread computes
 
-    def run(self, rank: Callable[[Prediction], Ids], clock: Callable[[], float]) -> None:
+    def run(self, rank: Rank, clock: Callable[[], float]) -> None:
         start = clock()
         try:
             if not self.void:

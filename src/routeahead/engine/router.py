@@ -44,10 +44,10 @@ class Router:
 def read_router(topk: int) -> Router | None:
     """The router above the top-k tensor at address `topk`; None where it is not understood."""
     top = ggml.tensor_at(topk)
-    sort = _strip(top)
+    sort = strip_views(top)
     if ggml.op_name(sort) != "ARGSORT":
         return None
-    node, groups, groups_used = _groups(_strip(ggml.tensor_at(sort.src[0])))
+    node, groups, groups_used = _groups(strip_views(ggml.tensor_at(sort.src[0])))
     steps: list[str] = []  # from the logits on
     biases: list[tuple[int, npt.NDArray[np.float32]]] = []  # (steps that follow it, values)
     while (name := ggml.op_name(node)) != "MUL_MAT":
@@ -60,7 +60,7 @@ def read_router(topk: int) -> Router | None:
             steps.insert(0, name)
         else:
             return None
-        node = _strip(ggml.tensor_at(node.src[0]))
+        node = strip_views(ggml.tensor_at(node.src[0]))
     activation = _ACTIVATIONS.get(tuple(steps))
     gate, row = ggml.tensor_at(node.src[0]), ggml.tensor_at(node.src[1])
     shape = (int(gate.ne[1]), gate.ne[2], gate.ne[3])
@@ -77,7 +77,7 @@ def read_router(topk: int) -> Router | None:
     return Router(int(node.src[0]), rule)
 
 
-def _strip(node: ggml.Tensor) -> ggml.Tensor:
+def strip_views(node: ggml.Tensor) -> ggml.Tensor:
     """The tensor that a view shows."""
     while ggml.op_name(node) in _VIEWS:
         node = ggml.tensor_at(node.src[0])
@@ -90,8 +90,8 @@ def _groups(node: ggml.Tensor) -> tuple[ggml.Tensor, int, int]:
         return node, 0, 0
     # The rows of the winning groups (GET_ROWS of the scores) are set in a copy filled with -inf.
     chosen = ggml.tensor_at(node.src[1])
-    rows = _strip(ggml.tensor_at(node.src[0]))
-    return _strip(ggml.tensor_at(rows.src[0])), int(node.ne[1]), int(chosen.ne[0])
+    rows = strip_views(ggml.tensor_at(node.src[0]))
+    return strip_views(ggml.tensor_at(rows.src[0])), int(node.ne[1]), int(chosen.ne[0])
 
 
 def _bias(node: ggml.Tensor, length: int) -> npt.NDArray[np.float32] | None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from routeahead.config import Settings
 from routeahead.engine.ahead import Ahead
 from routeahead.engine.gate_probe import GateProbe
+from routeahead.engine.gates import check_width
 from routeahead.engine.graph_hook import GraphHook
 from routeahead.engine.ranker import Ranker
-from routeahead.errors import SettingsError
 from routeahead.experts.layout import ModelLayout
 from routeahead.experts.source import ExpertSource
 from routeahead.routing.drop import DropCold
@@ -58,12 +58,7 @@ def steer(
         SettingsError: a setting does not fit the model.
     """
     steering, layers = Steering(), layout.moe_layers
-    width = int(layout.value("embedding_length") or 0)
-    if settings.gate_precision == "int8" and width % 32:
-        raise SettingsError(
-            f"gate_precision int8 needs rows of a multiple of 32 numbers, and this model's have "
-            f"{width}: use f16 or f32"
-        )
+    check_width(settings.gate_precision, int(layout.value("embedding_length") or 0))
     forced = _forced(settings, layout, top_k)
     if settings.drop_cold_experts:
         steering.drop = DropCold(

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.routing.policy import Routing
+from routeahead.routing.rankings import StepRankings
 from routeahead.routing.route_ahead import Reason
 
 Ids = npt.NDArray[np.int32]
@@ -42,42 +43,28 @@ class TemporalPrefetch:
                 yield target, self._last[target]
 
 
-class PredictedPrefetch:
+class PredictedPrefetch(StepRankings):
     """Guesses what the next layer's own gate says of this layer's input.
 
     A `RoutingPolicy` that changes nothing: it is shown each routing to score its guess.
 
     Attributes:
         depth: 1, in MoE layers.
-        serial: number of the current step; a guess of another one is of no use.
         slots, agreed_slots: of guessed routings; agreed are those of experts that were guessed.
     """
 
     depth = 1
 
     def __init__(self, layers: Sequence[int]) -> None:
-        self.serial = 0
+        super().__init__()
         self.slots = self.agreed_slots = 0
         self._index = {layer: index for index, layer in enumerate(layers)}
-        self._guesses: dict[int, Ids] = {}  # layer's index → ids
-
-    def begin(self) -> None:
-        """A new step."""
-        self.serial += 1
-        self._guesses.clear()
-
-    def offer(self, serial: int, index: int, ids: Ids) -> bool:
-        """A guess (top_k,) for the layer at `index`, likeliest first; False if of another step."""
-        if serial != self.serial:
-            return False
-        self._guesses[index] = ids
-        return True
 
     def cannot_predict(self, index: int, reason: Reason) -> None:
         """There will be no guess for the layer at `index`: then nothing is read for it."""
 
     def commit(self, routing: Routing) -> bool:
-        guess = self._guesses.pop(self._index[routing.layer], None)
+        guess = self._rankings.pop(self._index[routing.layer], None)
         if guess is not None and len(routing.ids) == 1:
             self.slots += len(guess)
             self.agreed_slots += len(set(guess.tolist()).intersection(routing.ids[0].tolist()))

@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from routeahead.routing.policy import Routing
+from routeahead.routing.rankings import StepRankings
 from routeahead.routing.watchdog import Watchdog
 from routeahead.telemetry.counters import Phase
 
@@ -31,8 +29,6 @@ REASONS: tuple[Reason, ...] = (
 
 # Passing these through is how route-ahead works; passing others through is worth a look.
 EXPECTED: tuple[Reason, ...] = ("structural", "prefill")
-
-Ids = npt.NDArray[np.int32]
 
 
 @dataclass
@@ -57,7 +53,7 @@ class AheadCounts:
         return sum(count for why, count in self.by_reason.items() if why not in EXPECTED)
 
 
-class RouteAhead:
+class RouteAhead(StepRankings):
     """Commits predictions; a `RoutingPolicy`.
 
     A *ranking* belongs to one decode step, told by its serial number: one that was made in an
@@ -65,7 +61,6 @@ class RouteAhead:
 
     Attributes:
         depth: N, in MoE layers.
-        serial: number of the current step.
     """
 
     def __init__(self, layers: Sequence[int], depth: int, watchdog: Watchdog) -> None:
@@ -74,26 +69,16 @@ class RouteAhead:
             layers: numbers of the MoE layers, in order.
             watchdog: once it has bitten, nothing is committed.
         """
+        super().__init__()
         self.depth = depth
-        self.serial = 0
         self.counts = AheadCounts()
         self._watchdog = watchdog
         self._index = {layer: index for index, layer in enumerate(layers)}
-        self._rankings: dict[int, Ids] = {}  # layer's index → ids, of this step
         self._missing: dict[int, Reason] = {}  # why there is none
 
     def begin(self) -> None:
-        """A new step: nothing predicted before is of use."""
-        self.serial += 1
-        self._rankings.clear()
+        super().begin()
         self._missing.clear()
-
-    def offer(self, serial: int, index: int, ids: Ids) -> bool:
-        """A ranking (top_k,) for the layer at `index`, best first; False if of another step."""
-        if serial != self.serial:
-            return False
-        self._rankings[index] = ids
-        return True
 
     def cannot_predict(self, index: int, reason: Reason) -> None:
         """There will be no ranking for the layer at `index` in this step."""
