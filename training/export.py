@@ -130,10 +130,12 @@ def tensors(
                 weights = weights[0] if len(weights) == 1 else weights  # a gate of one number
                 exact = weights.ndim < 2 or "gate_inp" in name
                 found.append((theirs + name, weights, QuantType.F32 if exact else QuantType.Q8_0))
-        for part in ("gate", "up", "down"):
-            # (experts, in, out) there, (experts, out, in) here
-            weights = np.ascontiguousarray(of(f"{ours}experts.{part}").transpose(0, 2, 1))
-            found.append((f"{theirs}ffn_{part}_exps.weight", weights, experts))
+        # (experts, in, out) there, (experts, out, in) here
+        gate, up = np.split(of(f"{ours}experts.gate_up").transpose(0, 2, 1), 2, axis=1)
+        down = of(f"{ours}experts.down").transpose(0, 2, 1)
+        for part, weights in (("gate", gate), ("up", up), ("down", down)):
+            name = f"{theirs}ffn_{part}_exps.weight"
+            found.append((name, np.ascontiguousarray(weights), experts))
     return found
 
 

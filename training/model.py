@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+ROWS = 64  # an expert's rows are padded to a multiple
+
+
 @dataclass(frozen=True)
 class Shape:
     """Widths in numbers; `vocabulary` and `context` in tokens."""
@@ -23,15 +26,15 @@ class Shape:
     family: Literal["qwen3moe", "qwen2moe"] = "qwen3moe"
     vocabulary: int = 4096
     layers: int = 12
-    width: int = 256
-    heads: int = 4
-    kv_heads: int = 2
+    width: int = 192
+    heads: int = 3
+    kv_heads: int = 1
     head: int = 64
     experts: int = 32
     top_k: int = 4
-    expert_width: int = 96
+    expert_width: int = 64
     shared_width: int = 0
-    context: int = 512
+    context: int = 1024
     rope_base: float = 10_000.0
     epsilon: float = 1e-6
 
@@ -41,8 +44,8 @@ SHAPES = {
     "qwen2moe": Shape(
         family="qwen2moe",
         layers=8,
-        width=192,
-        head=48,
+        width=128,
+        heads=2,
         experts=24,
         expert_width=64,
         shared_width=96,
@@ -81,11 +84,17 @@ class Attention(nn.Module):
         k = self.k_norm(self.k(x).view(batch, length, shape.kv_heads, shape.head))
         v = self.v(x).view(batch, length, shape.kv_heads, shape.head)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         group = shape.heads // shape.kv_heads
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(mixed.transpose(1, 2).reshape(batch, length, -1))
+        # The heads of a group are rows of one product. (PyTorch's own attention takes twice the
+        # time here, forward and backward.)
+        rows = (batch * shape.kv_heads, group * length, shape.head)
+        q = q.view(batch, length, shape.kv_heads, group, -1).permute(0, 2, 3, 1, 4).reshape(rows)
+        k, v = (t.transpose(1, 2).reshape(rows[0], length, -1) for t in (k, v))
+        future = torch.full((length, length), -torch.inf, dtype=q.dtype).triu(1).repeat(group, 1)
+        scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=shape.head**-0.5)
+        mixed = torch.bmm(scores.softmax(-1), v)
+        mixed = mixed.view(batch, shape.kv_heads, group, length, -1).permute(0, 3, 1, 2, 4)
+        return self.o(mixed.reshape(batch, length, -1))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -94,20 +103,33 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
-class Experts(nn.Module):
-    """Routed experts, computed as one batched product a projection.
+class Gather(torch.autograd.Function):
+    """Rows by `index`, where `inverse` says which of the results each row's gradient comes from.
 
-    Assignments are sorted by expert into rows of equal capacity; what exceeds an expert's capacity
-    is left out of the sum, which the balancing loss keeps rare.
+    Both ways are gathers: autograd's own would scatter. `real` (results, 1) is 0 for the results
+    that are only padding.
     """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, inverse: Tensor, real: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.inverse, ctx.real = inverse, real
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[override, no-untyped-def]
+        gradient = gradient.index_select(0, ctx.inverse)
+        return gradient if ctx.real is None else gradient * ctx.real, None, None, None
+
+
+class Experts(nn.Module):
+    """Routed experts: assignments are sorted by expert, and a projection is one grouped product."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self._shape = shape
         experts, width, inner = shape.experts, shape.width, shape.expert_width
         self.router = nn.Linear(width, experts, bias=False)
-        self.gate = nn.Parameter(torch.randn(experts, width, inner) * width**-0.5)
-        self.up = nn.Parameter(torch.randn(experts, width, inner) * width**-0.5)
+        self.gate_up = nn.Parameter(torch.randn(experts, width, 2 * inner) * width**-0.5)
         self.down = nn.Parameter(torch.randn(experts, inner, width) * inner**-0.5)
         self.shared = Shared(shape) if shape.shared_width else None
 
@@ -115,29 +137,32 @@ class Experts(nn.Module):
         """(tokens, width) → the same, and the balancing loss."""
         shape, tokens = self._shape, len(x)
         with torch.autocast("cpu", enabled=False):
-            scores = F.softmax(F.linear(x.float(), self.router.weight.float()), -1)
+            scores = F.softmax(F.linear(x.float(), self.router.weight), -1)
         weights, chosen = scores.topk(shape.top_k)
         if shape.family == "qwen3moe":
             weights = weights / weights.sum(-1, keepdim=True)
-        share = F.one_hot(chosen, shape.experts).sum(1).float().mean(0) / shape.top_k
-        balance = shape.experts * (share.detach() * scores.mean(0)).sum()
-
         flat = chosen.flatten()
-        order = flat.argsort(stable=True)
         counts = torch.bincount(flat, minlength=shape.experts)
-        capacity = int(min(counts.max().item(), 3 * tokens * shape.top_k // shape.experts + 8))
-        starts = counts.cumsum(0) - counts
-        place = torch.arange(len(flat)) - starts[flat[order]]
-        fits = place < capacity
-        order, place = order[fits], place[fits]
-        rows = flat[order] * capacity + place
-        token = order // shape.top_k
-        packed = x.new_zeros(shape.experts * capacity, shape.width).index_copy(0, rows, x[token])
-        packed = packed.view(shape.experts, capacity, shape.width)
-        hidden = F.silu(torch.bmm(packed, self.gate)) * torch.bmm(packed, self.up)
-        out = torch.bmm(hidden, self.down).flatten(0, 1)[rows]
-        out = out * weights.flatten()[order].unsqueeze(-1).to(out.dtype)
-        routed = torch.zeros_like(x).index_add(0, token, out.to(x.dtype))
+        share = counts / len(flat)
+        balance = shape.experts * (share * scores.mean(0)).sum()
+
+        # oneDNN compiles a product for every number of rows: few numbers, with some padding.
+        padded = (counts + ROWS - 1) // ROWS * ROWS
+        order = flat.argsort(stable=True)
+        ends = padded.cumsum(0)
+        shift = (ends - padded) - (counts.cumsum(0) - counts)
+        place = torch.arange(len(flat)) + shift[flat[order]]  # of each sorted assignment
+        inverse = torch.empty_like(order).index_copy(0, order, place)
+        slots = torch.zeros(int(ends[-1]), dtype=torch.int64).index_copy(0, place, order)
+        kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        real = torch.zeros(len(slots), 1, dtype=kind).index_fill(0, place, 1)
+        ends = ends.to(torch.int32)
+        rows = x.to(kind).unsqueeze(1).expand(-1, shape.top_k, -1).flatten(0, 1)
+        rows = Gather.apply(rows, slots, inverse, None)
+        gate, up = F.grouped_mm(rows, self.gate_up.to(kind), offs=ends).chunk(2, -1)
+        out = F.grouped_mm(F.silu(gate) * up, self.down.to(kind), offs=ends)
+        out = Gather.apply(out, inverse, slots, real).view(tokens, shape.top_k, -1)
+        routed = torch.bmm(weights.to(kind).unsqueeze(1), out).squeeze(1)
         return routed + self.shared(x) if self.shared else routed, balance
 
 
@@ -189,12 +214,16 @@ class Model(nn.Module):
             for weight in (layer.attention.o.weight, layer.experts.down):
                 weight.data *= (2 * shape.layers) ** -0.5
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, length) → logits (batch, length, vocabulary), and the mean balancing loss."""
+    def forward(self, tokens: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(batch, length) → logits (positions, vocabulary), and the mean balancing loss.
+
+        `wanted` (batch, length) says at which positions; all of them if not given.
+        """
         length = tokens.shape[1]
         x, balance = self.embed(tokens), tokens.new_zeros((), dtype=torch.float32)
         cos, sin = self.cos[:length], self.sin[:length]
         for layer in self.layers:
             x, loss = layer(x, cos, sin)
             balance = balance + loss
+        x = x.flatten(0, 1) if wanted is None else x[wanted]
         return F.linear(self.norm(x), self.embed.weight), balance / len(self.layers)

@@ -49,6 +49,9 @@ def sums(rng: random.Random, *, held: bool) -> Item:
             break
     minus = rng.random() < 0.5 and a >= b
     sign, result = ("-", a - b) if minus else ("+", a + b)
+    # Training sees the bare form half of the time: more sums in as many tokens.
+    if not held and rng.random() < 0.5:
+        return Item("sums", f"{a} {sign} {b} =", f" {result}")
     return Item("sums", f"Question: What is {a} {sign} {b}?\nAnswer:", f" {result}")
 
 
