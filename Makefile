@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint test-slow clean
+.PHONY: demo test lint test-slow measurements second-model clean
 
 # llama-cpp-python is compiled here (a C++ compiler and CMake are needed, a few minutes the first time).
 $(VENV)/installed: pyproject.toml
@@ -12,9 +12,22 @@ $(VENV)/installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
 	touch $@
 
+# A question to the embedded model: resident, streamed (the same answer, bit by bit) and with every
+# selection committed two layers early (lossy). Its experts take 8 MiB; the cache gets 2.
+QUESTION = "$$(printf 'Question: What is the capital of France?\nAnswer:')"
+
 demo: $(VENV)/installed
-	$(BIN)/routeahead run -p "Once upon a time" -n 40 --resident
-	$(BIN)/routeahead run -p "Once upon a time" -n 40 --cache-mb 1
+	@echo "--- resident: everything in memory"
+	$(BIN)/routeahead run -p $(QUESTION) -n 16 --resident
+	@echo "--- streamed: experts are read as tokens route to them"
+	$(BIN)/routeahead run -p $(QUESTION) -n 16 --cache-mb 2
+	@echo "moe-stream: how long a token took, and how much of it computed, waited for reads or kept the books."
+	@echo "moe-cache: how many of a token's experts were in memory, and what was read for those that were not."
+	@echo "moe-overlap: how long reads took, and how much of that went on while the token computed."
+	@echo "--- route-ahead 2: a layer's experts are chosen two layers early, so that reads begin early"
+	$(BIN)/routeahead run -p $(QUESTION) -n 16 --cache-mb 2 --route-ahead 2
+	@echo "moe-route-ahead: how many selections were committed early, and how often the router agreed."
+	@echo "moe-prefetch: what was read early, and how much of it was then used."
 
 test: $(VENV)/installed lint
 	$(BIN)/python -m pytest
@@ -26,6 +39,13 @@ lint: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -m slow --timeout 0
+
+# Everything that docs/measurements.md says, measured anew here. Delete a model's folder in
+# docs/measurements first, or what is there counts as measured.
+measurements: $(VENV)/installed
+	$(BIN)/python benchmarks/measurements.py src/routeahead/models/default.gguf docs/measurements/embedded
+	$(BIN)/python benchmarks/measurements.py benchmarks/data/second.gguf docs/measurements/second
+	$(BIN)/python benchmarks/measurements_page.py docs
 
 clean:
 	rm -rf $(VENV) build

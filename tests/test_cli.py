@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 from conftest import Library
 
+from routeahead.engine.gguf_file import read_layout
 from routeahead.models import DEFAULT_MODEL
 
+EMBEDDED = read_layout(DEFAULT_MODEL)
 COMMAND = [sys.executable, "-m", "routeahead.cli.main"]
 
 
@@ -56,7 +58,8 @@ def test_streamed_run_equals_resident_run(tmp_path: Path) -> None:
 
     counters = streamed["counters"]
     decoded = 23  # the last token is sampled and not evaluated
-    assert counters["misses"] > counters["decode_misses"] == decoded * 6 * 4
+    slots = len(EMBEDDED.moe_layers) * EMBEDDED.n_expert_used
+    assert counters["misses"] > counters["decode_misses"] == decoded * slots
     assert counters["hits"] == 0 and counters["evictions"] > 0 and counters["rereads"] > 0
     assert counters["bytes_read"] > 0 and counters["reads"] == 3 * counters["misses"]
     parts = ("compute_s_per_token", "stall_s_per_token", "mgmt_s_per_token")
@@ -69,11 +72,12 @@ def test_route_ahead_reports_what_it_did(tmp_path: Path) -> None:
     arguments = ("-p", "Once upon a time", "-n", 24, "--cache-mb", 2, "--force-cache")
     report, summary = run_with_report(tmp_path, *arguments, "--route-ahead", 2)
     facts, prefetch = report["route_ahead"], report["prefetch"]
-    decoded, layers = 23, 6
+    decoded, layers = 23, len(EMBEDDED.moe_layers)
     assert facts["depth"] == 2 and facts["committed"] == decoded * (layers - 2)
     assert facts["committed"] + sum(facts["by_reason"].values()) == (decoded + 1) * layers
     assert facts["passed_through"] == 0 and facts["disarmed"] == ""
     assert facts["slots"] == 4 * facts["committed"] > facts["agreed_slots"] > 0
+    assert facts["agreed_slots"] == sum(one["agreed_slots"] for one in facts["by_layer"].values())
     assert prefetch["source"] == "route-ahead" and prefetch["bytes"] > 0
     assert prefetch["issued"] == prefetch["completed"] == prefetch["useful"] > 0
     for name in ("gemv", "issue", "watchdog"):
@@ -120,7 +124,7 @@ def test_policies_report_what_they_did(tmp_path: Path, flags: str, key: str, lin
 
 def test_text_goes_to_stdout_alone() -> None:
     done = routeahead("run", "-p", "Once", "-n", 8, "-t", 1)
-    assert done.returncode == 0 and len(done.stdout.strip()) == 8
+    assert done.returncode == 0 and done.stdout.strip()
     assert "moe-stream" not in done.stdout
 
 
@@ -251,7 +255,7 @@ def test_unusable_file(
         (("--dense", "disk"), ("dense is 'disk'",)),
         (("--io-threads", "0"), ("io_threads is 0",)),
         (("--force-cache",), ("force_cache",)),
-        (("--n-expert-used", "99"), ("n_expert_used is 99: the model has 16",)),
+        (("--n-expert-used", "99"), ("n_expert_used is 99: the model has 32",)),
         (("--route-ahead", "-1"), ("route_ahead is -1",)),
         (("--resident", "--route-ahead", "1"), ("resident streams nothing",)),
         (("--gate-precision", "f8"), ("gate_precision is 'f8'", "'int8'")),

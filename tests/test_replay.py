@@ -63,6 +63,19 @@ def test_prefill_fills_the_cache_and_is_not_counted() -> None:
         assert (result.hits, result.misses, result.evictions, result.bytes_read) == (2, 0, 0, 0)
 
 
+def test_only_the_tokens_asked_for_count_and_those_before_fill_the_cache() -> None:
+    trace = random_trace(3, sizes=[10, 20], tokens=9)
+    whole = replay(trace, 60, Policy.LRU)
+    part = replay(trace.counting(4, 3), 60, Policy.LRU)
+    counted = [index for token in trace.decoded_tokens()[4:7] for index in token]
+    assert part.tokens == 3
+    assert part.misses == sum(whole.misses_by_batch[index] for index in counted) > 0
+    assert part.misses_by_batch == whole.misses_by_batch[: counted[-1] + 1]
+    assert replay(trace.counting(0), 60, Policy.LRU) == whole
+    with pytest.raises(TraceError, match="9 decoded tokens: none is left after 9"):
+        trace.counting(9)
+
+
 @pytest.mark.parametrize("policy", Policy)
 def test_a_batch_larger_than_the_budget_leaves_as_much_as_fits(policy: Policy) -> None:
     trace = decode_trace([[[0, 1, 2]]] * 3, [10])

@@ -141,6 +141,7 @@ def test_commits_in_place_and_counts_agreement() -> None:
     assert first.ids.tolist() == [[1, 2, 3]] and second.ids.tolist() == [[4, 1, 9]]
     counts = policy.counts
     assert (counts.committed, counts.slots, counts.agreed_slots) == (1, 3, 2)
+    assert counts.by_layer[5].agreed_slots == 2 and counts.by_layer[2].slots == 0
     assert counts.by_reason["structural"] == 1
 
 

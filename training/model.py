@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
 ROWS = 64  # an expert's rows are padded to a multiple
 
 

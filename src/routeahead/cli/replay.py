@@ -62,6 +62,13 @@ def replay(
         int | None,
         typer.Option(min=1, help="Replay the first MoE layers only.", show_default="all"),
     ] = None,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Decoded tokens that only fill the cache, as in `bench`.")
+    ] = 0,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Decoded tokens that count after them.", show_default="all"),
+    ] = None,
     bandwidth: Bandwidth = None,
     compute_ms: ComputeMs = None,
     latency_ms: LatencyMs = None,
@@ -85,6 +92,8 @@ def replay(
     recorded = read_trace(trace)
     if layers:
         recorded = recorded.first_layers(layers)
+    if warmup or tokens:
+        recorded = recorded.counting(warmup, tokens)
     result = replay_trace(recorded, cache_mb * MIB, policy)
     report: dict[str, Any] = {
         "policy": policy.value,

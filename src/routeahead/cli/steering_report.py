@@ -23,6 +23,7 @@ def facts(llm: Llama) -> dict[str, Any]:
             "by_reason": dict(counts.by_reason),
             "slots": counts.slots,
             "agreed_slots": counts.agreed_slots,
+            "by_layer": {layer: vars(one) for layer, one in counts.by_layer.items()},
             **_prediction(llm, steering.ahead),
         }
     if steering.predicted and steering.ahead:

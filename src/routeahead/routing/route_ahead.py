@@ -32,20 +32,35 @@ EXPECTED: tuple[Reason, ...] = ("structural", "prefill")
 
 
 @dataclass
+class Agreement:
+    """Slots of committed routings; agreed are those of experts that the router had chosen as
+    well, in whatever order."""
+
+    slots: int = 0
+    agreed_slots: int = 0
+
+
+@dataclass
 class AheadCounts:
     """Routings: one is one layer's top-k of one ubatch.
 
     Attributes:
+        by_layer: agreement in each MoE layer.
         committed: replaced by a prediction.
         by_reason: left to the router, and why.
-        slots, agreed_slots: of committed routings; agreed are those of experts that the router
-            had chosen as well, in whatever order.
     """
 
+    by_layer: dict[int, Agreement]
     committed: int = 0
     by_reason: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
-    slots: int = 0
-    agreed_slots: int = 0
+
+    @property
+    def slots(self) -> int:
+        return sum(one.slots for one in self.by_layer.values())
+
+    @property
+    def agreed_slots(self) -> int:
+        return sum(one.agreed_slots for one in self.by_layer.values())
 
     @property
     def passed_through(self) -> int:
@@ -71,7 +86,7 @@ class RouteAhead(StepRankings):
         """
         super().__init__()
         self.depth = depth
-        self.counts = AheadCounts()
+        self.counts = AheadCounts({layer: Agreement() for layer in layers})
         self._watchdog = watchdog
         self._index = {layer: index for index, layer in enumerate(layers)}
         self._missing: dict[int, Reason] = {}  # why there is none
@@ -92,8 +107,9 @@ class RouteAhead(StepRankings):
             return False
         predicted, row = self._rankings.pop(index), routing.ids[0]
         counts.committed += 1
-        counts.slots += len(row)
-        counts.agreed_slots += len(set(predicted.tolist()).intersection(row.tolist()))
+        agreement = counts.by_layer[routing.layer]
+        agreement.slots += len(row)
+        agreement.agreed_slots += len(set(predicted.tolist()).intersection(row.tolist()))
         row[:] = predicted
         return True
 

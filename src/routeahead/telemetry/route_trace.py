@@ -86,6 +86,22 @@ class RouteTrace:
         facts = {layer: self.expert_bytes[layer] for layer in kept}
         return RouteTrace(facts, _batches(rows, facts), rows)
 
+    def counting(self, warmup: int, tokens: int | None = None) -> RouteTrace:
+        """The same run, of which `tokens` decoded tokens (None: all) after the first `warmup`
+        count: those before them are a part of the prompt, which only fills a cache, and those
+        after them are left out.
+
+        Raises:
+            TraceError: no token is left to count.
+        """
+        decoded = self.decoded_tokens()
+        counted = decoded[warmup:][:tokens]
+        if not counted:
+            raise TraceError(f"{len(decoded)} decoded tokens: none is left after {warmup}")
+        first, last = counted[0][0], counted[-1][-1]
+        before = [batch._replace(phase="prefill") for batch in self.batches[:first]]
+        return RouteTrace(self.expert_bytes, [*before, *self.batches[first : last + 1]], self.rows)
+
     def decoded_tokens(self) -> list[list[int]]:
         """For each decoded token, the indices of its batches.
 

@@ -1,0 +1,169 @@
+"""What docs/measurements.md says of a model: `python benchmarks/measurements.py MODEL OUT`.
+
+Runs `routeahead` again and again and leaves a JSON file for each question in OUT; what is there
+already is not run again, so an interrupted measurement goes on. Then `measurements_page.py` writes
+the page.
+
+| file | what |
+|---|---|
+| text.json | perplexity and divergence of each setting on held-out text, fed through decode |
+| answers.json, decoded.json | exact answers, prompts as prefill and through decode |
+| essays.json | greedy generations of 512 tokens, each of route-ahead's five times |
+| agreement.json | what route-ahead and the router agreed on, by layer and depth, on held-out text |
+| speed.json | interleaved runs of each setting, fed the held-out text |
+| about.json | the model, the versions and the machine |
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from routeahead.engine.gguf_file import read_layout
+from routeahead.evaluation.cells import expand_shares, parse_cell, read_list
+from routeahead.evaluation.corpus import open_vocabulary
+from routeahead.evaluation.machine_state import describe
+from routeahead.evaluation.quality import divergence
+from routeahead.telemetry.json_file import write_json
+
+HERE = Path(__file__).parent
+SETTINGS = HERE / "settings/measurements.txt"
+HELD_OUT, BATTERY, ESSAY = (
+    HERE / "data" / name for name in ("held-out.txt", "battery.jsonl", "essay.txt")
+)
+ESSAY_TOKENS, REPEATS = 512, 5
+TEXT_TOKENS = 4000
+FED_TOKENS, WARM_UP = 1000, 200  # of runs that are fed the held-out text
+# So that a fast disk does not hide what reads cost, and every disk is the same one.
+THROTTLE_MIB_S = 300
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split(":", maxsplit=1)[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--passes", type=int, default=8, help="runs of each setting for its speed")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        measurement = Measurement(arguments.model, Path(scratch), arguments.passes)
+        for name, measure in measurement.questions.items():
+            path = arguments.out / f"{name}.json"
+            if not path.exists():
+                print(f"--- {name}", file=sys.stderr, flush=True)
+                write_json(path, measure())
+
+
+class Measurement:
+    """One model's. Attributes:
+    questions: name of a file → what measures its content.
+    """
+
+    def __init__(self, model: Path, scratch: Path, passes: int) -> None:
+        self._model, self._scratch, self._passes = model, scratch, passes
+        self._layout = read_layout(model)
+        self._settings = [parse_cell(line) for line in read_list(SETTINGS)[1]]
+        self._ids = scratch / "held-out.ids"
+        with open_vocabulary(model) as vocabulary:
+            tokens = vocabulary.tokens(HELD_OUT.read_text(encoding="utf-8"), prompt=False)
+        self._ids.write_text(" ".join(map(str, tokens[: FED_TOKENS + WARM_UP])))
+        self.questions: dict[str, Callable[[], Any]] = {
+            "about": self._about,
+            "agreement": self._agreement,
+            "essays": self._essays,
+            "text": lambda: self._eval("--text", HELD_OUT, "-c", 512, "--max-tokens", TEXT_TOKENS),
+            "answers": lambda: self._eval("--prompts", BATTERY),
+            "decoded": lambda: self._eval("--prompts", BATTERY, "--prompt-through-decode"),
+            "speed": self._speed,
+        }
+
+    def _about(self) -> dict[str, Any]:
+        layout, machine = self._layout, describe()
+        del machine["system"]
+        return {
+            "model": {
+                "name": layout.metadata.get("general.name"),
+                "architecture": layout.arch,
+                "sha256": hashlib.sha256(self._model.read_bytes()).hexdigest(),
+                "file_bytes": layout.file_bytes,
+                "expert_bytes": layout.expert_bytes,
+                "layers": len(layout.moe_layers),
+                "experts": layout.n_expert,
+                "top_k": layout.n_expert_used,
+            },
+            "machine": machine,
+        }
+
+    def _eval(self, *arguments: object) -> Any:
+        return self._json("eval", *arguments, "--settings", SETTINGS, "-t", 1, "--json")
+
+    def _agreement(self) -> dict[str, Any]:
+        return {
+            depth: self._run(flags, "--forced-tokens", self._ids, "-n", FED_TOKENS)["route_ahead"]
+            for depth, flags in self._depths()
+        }
+
+    def _depths(self) -> Iterator[tuple[str, list[str]]]:
+        """Depths of route-ahead alone, with the flags."""
+        for name, flags in self._flags():
+            if name.startswith("ahead-") and "+" not in name:
+                yield name.removeprefix("ahead-"), flags
+
+    def _flags(self) -> Iterator[tuple[str, list[str]]]:
+        for cell in self._settings:
+            yield cell.name, expand_shares(cell.flags, self._layout)
+
+    def _essays(self) -> dict[str, Any]:
+        """Each setting's beside the resident run's; `identical` of how many runs of it."""
+        ask = ("--prompt-file", ESSAY, "-n", ESSAY_TOKENS)
+        resident = self._run(["--resident"], *ask)
+        found: dict[str, Any] = {"resident": {"text": resident["text"]}}
+        repeated = {f"ahead-{depth}" for depth, _ in self._depths()}
+        for name, flags in self._flags():
+            repeats = REPEATS if name in repeated else 1
+            runs = [self._run(flags, *ask) for _ in range(repeats)]
+            first, equal_share = divergence(resident["tokens"], runs[0]["tokens"])
+            found[name] = {
+                "text": runs[0]["text"],
+                "tokens": len(runs[0]["tokens"]),
+                "runs": repeats,
+                "identical": sum(run["tokens"] == runs[0]["tokens"] for run in runs),
+                "first_divergence": first,
+                "equal_share": equal_share,
+            }
+        return found
+
+    def _speed(self) -> Any:
+        """The bench's record without the runs' own reports, which are long."""
+        cells = self._scratch / "cells.txt"
+        more = f"--forced-tokens {self._ids} --throttle {THROTTLE_MIB_S}"
+        lines = [f"{cell.name}: {' '.join(cell.flags)} {more}" for cell in self._settings]
+        cells.write_text("\n".join(["# speed of each setting", *lines]) + "\n")
+        counts = ("--tokens", 400, "--warmup", WARM_UP, "--passes", self._passes, "-t", 1)
+        record = self._json("bench", "--cells", cells, *counts, "--json")
+        return {"throttle_mib_s": THROTTLE_MIB_S, "summary": record["summary"]}
+
+    def _run(self, flags: list[str], *arguments: object) -> Any:
+        return self._json("run", *flags, *arguments, "-t", 1, "-c", 1024, "--report")
+
+    def _json(self, verb: str, *arguments: object) -> Any:
+        """What the command wrote to the file that its last option names."""
+        out = self._scratch / "out.json"
+        command = [sys.executable, "-m", "routeahead.cli.main", verb, self._model, *arguments, out]
+        ended = subprocess.run(
+            [str(word) for word in command], stdout=subprocess.DEVNULL, check=False
+        )
+        if ended.returncode:
+            raise SystemExit(f"failed: {' '.join(map(str, command))}")
+        return json.loads(out.read_text())
+
+
+if __name__ == "__main__":
+    main()

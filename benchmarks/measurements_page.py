@@ -1,0 +1,267 @@
+"""Writes docs/measurements.md, its plots and the README's table from what measurements.py left.
+
+    python benchmarks/measurements_page.py docs
+
+Each folder in docs/measurements is one model's. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from measurements_plots import draw
+
+MIB = 1 << 20
+TEMPLATE = Path(__file__).with_suffix(".md")
+README_SETTINGS = (
+    "stream", "ahead-1", "ahead-2", "ahead-4", "drop-0.5", "substitute-0.1", "used-3",
+)  # fmt: skip
+_BLOCK = re.compile(r"(<!-- measurements -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+class Model:
+    """One model's measurements.
+
+    Attributes:
+        name: of its folder.
+        about, agreement, essays: the files' content.
+        text, answers, decoded: by setting; `baseline` is the resident run.
+        speed: summary of the bench, by setting.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        files = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+        self.name = folder.name
+        self.about, self.agreement = files["about"], files["agreement"]
+        self.essays = files["essays"]
+        self.throttle = files["speed"]["throttle_mib_s"]
+        self.speed = {one["name"]: one for one in files["speed"]["summary"]}
+        self.text, self.answers, self.decoded = (
+            {one["name"]: one for one in files[name]["results"]}
+            for name in ("text", "answers", "decoded")
+        )
+        self.settings = [name for name in self.text if name != "baseline"]
+
+    def perplexity_ratio(self, name: str) -> float:
+        """To the resident run's."""
+        baseline = self.text["baseline"]["text"]["perplexity"]
+        return float(self.text[name]["text"]["perplexity"] / baseline)
+
+    def mib_per_token(self, name: str) -> float:
+        return float(self.text[name]["cost"]["bytes_per_token"] / MIB)
+
+    def speed_ratio(self, name: str) -> float:
+        """Tokens a second, to the lossless stream's."""
+        return 1.0 if name == "stream" else self.speed[name]["ratios"]["tok_per_s"]["median"]
+
+    def agreed(self, depth: str, layer: str | None = None) -> float | None:
+        """Share of slots, of one layer or of all that were committed."""
+        counts = self.agreement[depth]
+        counts = counts["by_layer"][layer] if layer else counts
+        return counts["agreed_slots"] / counts["slots"] if counts["slots"] else None
+
+
+def main() -> None:
+    docs = Path(sys.argv[1])
+    models = read_models(docs)
+    draw(models, docs / "measurements")
+    (docs / "measurements.md").write_text(page(models), encoding="utf-8")
+    readme = docs.parent / "README.md"
+    readme.write_text(with_table(readme.read_text(encoding="utf-8"), models[0]), encoding="utf-8")
+
+
+def read_models(docs: Path) -> list[Model]:
+    """The embedded model comes first."""
+    folders = [path for path in (docs / "measurements").iterdir() if path.is_dir()]
+    return sorted(map(Model, folders), key=lambda one: one.name != "embedded")
+
+
+def page(models: Sequence[Model]) -> str:
+    machine = models[0].about["machine"]
+    return TEMPLATE.read_text(encoding="utf-8").format(
+        models=_models_table(models),
+        cores=machine["cores"],
+        processor=machine["processor"],
+        llama=machine["llama_cpp_python"],
+        throttle=models[0].throttle,
+        sections="\n\n".join(map(_section, models)),
+        firsts="\n".join(map(_first_layers, models)),
+    )
+
+
+def with_table(readme: str, model: Model) -> str:
+    """The README with the table between its two marks."""
+    shown = [name for name in README_SETTINGS if name in model.settings]
+    table = _table(
+        ("setting", "perplexity × resident's", "right answers", "MiB read a token", "tokens/s"),
+        [
+            (
+                f"`{flags(model, name)}`",
+                f"{model.perplexity_ratio(name):.3f}",
+                _right(model.answers[name]),
+                f"{model.mib_per_token(name):.2f}",
+                f"{model.speed_ratio(name):.2f} ×",
+            )
+            for name in shown
+        ],
+    )
+    return _BLOCK.sub(lambda match: f"{match[1]}{table}\n{match[2]}", readme)
+
+
+def flags(model: Model, name: str) -> str:
+    """What the setting adds to the lossless stream, as on a command line."""
+    found = []
+    for key, value in model.text[name]["settings"].items():
+        if key not in ("cache_mb", "baseline") and value:
+            option = f"--{key.replace('_', '-')}"
+            found.append(option if value is True else f"{option} {value}")
+    return " ".join(found) or "none"
+
+
+def _models_table(models: Sequence[Model]) -> str:
+    rows = []
+    for model in models:
+        about = model.about["model"]
+        experts = f"{about['layers']} × {about['experts']}, top-{about['top_k']}"
+        size, share = about["file_bytes"] / MIB, about["expert_bytes"] / about["file_bytes"]
+        rows.append((model.name, about["architecture"], experts, f"{size:.1f} MiB", f"{share:.0%}"))
+    return _table(("model", "architecture", "layers × experts", "file", "of it experts"), rows)
+
+
+def _section(model: Model) -> str:
+    return "\n\n".join(
+        [
+            f"## {model.about['model']['name']} ({model.name})",
+            _settings_table(model),
+            _kinds(model),
+            f"![Perplexity against bytes and speed](measurements/{model.name}-cost.svg)",
+            "### Route-ahead by depth",
+            _depths(model),
+            f"![Agreement by layer, perplexity by depth](measurements/{model.name}-depth.svg)",
+            _agreement(model),
+        ]
+    )
+
+
+def _settings_table(model: Model) -> str:
+    header = (
+        "setting", "flags", "perplexity ×", "KL", "top-1", "right answers", "MiB/token",
+        "tokens/s × stream's", "essay differs at",
+    )  # fmt: skip
+    rows = []
+    for name in model.settings:
+        text, essay = model.text[name]["text"], model.essays[name]
+        first = essay["first_divergence"]
+        rows.append(
+            (
+                name,
+                f"`{flags(model, name)}`",
+                f"{model.perplexity_ratio(name):.4f}",
+                f"{text['kl_mean']:.4f}",
+                f"{text['agreement']:.1%}",
+                f"{_right(model.answers[name])} / {_right(model.decoded[name])}",
+                f"{model.mib_per_token(name):.2f}",
+                _speed(model, name),
+                "never" if first is None else str(first),
+            )
+        )
+    resident = model.text["baseline"]["text"]
+    return (
+        f"Resident: perplexity {resident['perplexity']:.2f} over {resident['tokens']} tokens; "
+        f"{_right(model.answers['baseline'])} answers right, "
+        f"{_right(model.decoded['baseline'])} with the prompt through decode.\n\n"
+        f"{_table(header, rows)}"
+    )
+
+
+def _speed(model: Model, name: str) -> str:
+    if name == "stream":
+        return f"1 ({model.speed[name]['figures']['tok_per_s']['median']:.0f} tok/s)"
+    ratio = model.speed[name]["ratios"]["tok_per_s"]
+    return f"{ratio['median']:.2f} ({ratio['low']:.2f}..{ratio['high']:.2f})"
+
+
+def _kinds(model: Model) -> str:
+    """Right answers by kind, for the resident run and each depth, prompts through decode."""
+    kinds = list(model.decoded["baseline"]["answers"])
+    shown = ["baseline", *(f"ahead-{depth}" for depth in model.agreement)]
+    rows = [
+        (
+            "resident" if name == "baseline" else name,
+            *(f"{right}/{asked}" for right, asked in model.decoded[name]["answers"].values()),
+        )
+        for name in shown
+    ]
+    return "Right answers by kind, prompts through decode:\n\n" + _table(("setting", *kinds), rows)
+
+
+def _depths(model: Model) -> str:
+    rows = []
+    for depth in model.agreement:
+        name = f"ahead-{depth}"
+        essay = model.essays[name]
+        rows.append(
+            (
+                depth,
+                _percent(model.agreed(depth)),
+                f"{model.perplexity_ratio(name):.4f}",
+                f"{model.text[name]['text']['kl_mean']:.4f}",
+                f"{essay['identical']}/{essay['runs']}",
+            )
+        )
+    header = ("N", "slots agreed", "perplexity ×", "KL", "essays identical")
+    return _table(header, rows)
+
+
+def _agreement(model: Model) -> str:
+    layers = list(next(iter(model.agreement.values()))["by_layer"])
+    rows = [
+        (depth, *(_percent(model.agreed(depth, layer), digits=0) for layer in layers))
+        for depth in model.agreement
+    ]
+    return (
+        "Slots on which the committed selection agreed with the router, by layer (columns) and N "
+        f"(rows):\n\n{_table(('N', *layers), rows)}"
+    )
+
+
+def _first_layers(model: Model) -> str:
+    """Agreement of what is predicted from the first MoE layer's input, and of all the rest."""
+    layers = list(next(iter(model.agreement.values()))["by_layer"])
+    firsts, others = list[float](), list[float]()
+    for depth in model.agreement:
+        for index, layer in enumerate(layers):
+            share = model.agreed(depth, layer)
+            if share is not None:
+                (firsts if index == int(depth) else others).append(share)
+    return (
+        f"  on the model *{model.name}* it agrees on {_range(firsts)} of slots, the rest on "
+        f"{_range(others)}."
+    )
+
+
+def _range(shares: Sequence[float]) -> str:
+    return f"{min(shares):.0%} to {max(shares):.0%}"
+
+
+def _right(summary: dict[str, Any]) -> str:
+    right, asked = (sum(column) for column in zip(*summary["answers"].values(), strict=True))
+    return f"{right}/{asked}"
+
+
+def _percent(share: float | None, digits: int = 1) -> str:
+    return "" if share is None else f"{share:.{digits}%}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
