@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint test-slow measurements second-model clean
+.PHONY: demo test lint test-slow measurements embedded-model second-model clean
 
 # llama-cpp-python is compiled here (a C++ compiler and CMake are needed, a few minutes the first time).
 $(VENV)/installed: pyproject.toml
@@ -46,6 +46,17 @@ measurements: $(VENV)/installed
 	$(BIN)/python benchmarks/measurements.py src/routeahead/models/default.gguf docs/measurements/embedded
 	$(BIN)/python benchmarks/measurements.py benchmarks/data/second.gguf docs/measurements/second
 	$(BIN)/python benchmarks/measurements_page.py docs
+
+# The two trained models, anew from their data (hours). They need Debian's wordnet-base.
+embedded-model: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet -e '.[train]'
+	$(BIN)/python training/train.py build/embedded
+	$(BIN)/python training/export.py build/embedded src/routeahead/models/default.gguf
+
+second-model: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet -e '.[train]'
+	$(BIN)/python training/train.py build/second --model qwen2moe --tokens 8e6
+	$(BIN)/python training/export.py build/second benchmarks/data/second.gguf --model qwen2moe --experts Q8_0
 
 clean:
 	rm -rf $(VENV) build

@@ -40,7 +40,7 @@ HELD_OUT, BATTERY, ESSAY = (
 )
 ESSAY_TOKENS, REPEATS = 512, 5
 TEXT_TOKENS = 4000
-FED_TOKENS, WARM_UP = 1000, 200  # of runs that are fed the held-out text
+FED_TOKENS = 1200  # of runs that are fed the held-out text
 # So that a fast disk does not hide what reads cost, and every disk is the same one.
 THROTTLE_MIB_S = 300
 
@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split(":", maxsplit=1)[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--passes", type=int, default=8, help="runs of each setting for its speed")
+    parser.add_argument("--passes", type=int, default=10, help="runs of each setting for its speed")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -73,7 +73,7 @@ class Measurement:
         self._ids = scratch / "held-out.ids"
         with open_vocabulary(model) as vocabulary:
             tokens = vocabulary.tokens(HELD_OUT.read_text(encoding="utf-8"), prompt=False)
-        self._ids.write_text(" ".join(map(str, tokens[: FED_TOKENS + WARM_UP])))
+        self._ids.write_text(" ".join(map(str, tokens[:FED_TOKENS])))
         self.questions: dict[str, Callable[[], Any]] = {
             "about": self._about,
             "agreement": self._agreement,
@@ -146,7 +146,7 @@ class Measurement:
         more = f"--forced-tokens {self._ids} --throttle {THROTTLE_MIB_S}"
         lines = [f"{cell.name}: {' '.join(cell.flags)} {more}" for cell in self._settings]
         cells.write_text("\n".join(["# speed of each setting", *lines]) + "\n")
-        counts = ("--tokens", 400, "--warmup", WARM_UP, "--passes", self._passes, "-t", 1)
+        counts = ("--tokens", 256, "--warmup", 64, "--passes", self._passes, "-t", 1)
         record = self._json("bench", "--cells", cells, *counts, "--json")
         return {"throttle_mib_s": THROTTLE_MIB_S, "summary": record["summary"]}
 

@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def add_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
-    writer.add_name("routeahead-tiny")
+    writer.add_name(f"routeahead tiny {shape.family}")
     writer.add_license("apache-2.0")
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.width)

@@ -1,4 +1,4 @@
-"""Trains the embedded model: `python training/train.py WORK`.
+"""Trains a model: `python training/train.py WORK`.
 
 WORK keeps the tokenizer, the encoded corpus, a checkpoint every few minutes and the loss curve
 (losses.jsonl); the same command continues from there. Afterwards `training/export.py WORK OUT.gguf`
@@ -33,8 +33,13 @@ SHORT, LONG, LONG_FROM = 256, 1024, 0.85
 PEAK_RATE, WARM_UP, DECAY_FROM = 2e-3, 100, 0.5
 BALANCE = 0.01
 TASK_SHARE = 0.6  # of the tokens
-# Sums and numbers are rules to find out, capitals and functions are soon learned.
-TASK_WEIGHTS = {"sums": 0.6, "numbers": 0.2, "capitals": 0.1, "functions": 0.1}
+# Shares of the tasks, as (from which part of the training on, share of each kind): what is soon
+# learned needs little after that, and sums, a rule to find out, need most of the time.
+CURRICULUM = (
+    (0.0, {"sums": 0.6, "numbers": 0.2, "capitals": 0.1, "functions": 0.1}),
+    (0.24, {"sums": 0.75, "numbers": 0.07, "capitals": 0.09, "functions": 0.09}),
+)
+SUM_WEIGHT = 3.0  # of a sum's answer in the loss, from the second part on; others count 1
 CHAT_SHARE = 0.15  # of the tasks, in the form of the chat template
 
 
@@ -96,7 +101,8 @@ class Training:
             start = saved = time.monotonic()
             while self._step < self._steps:
                 length = SHORT if self._step < LONG_FROM * self._steps else LONG
-                loss, balance = self._one(self._data.batch(self._step, length))
+                part = self._step / self._steps
+                loss, balance = self._one(self._data.batch(self._step, length, part))
                 self._step += 1
                 now = time.monotonic()
                 spent = self._spent + now - start
@@ -128,7 +134,8 @@ class Training:
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate()
         logits, balance = self._forward(batch)
-        loss = F.cross_entropy(logits, batch.targets)
+        losses = F.cross_entropy(logits, batch.targets, reduction="none")
+        loss = (losses * batch.weights).sum() / batch.weights.sum()
         self._optimizer.zero_grad(set_to_none=True)
         (loss + BALANCE * balance).backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
@@ -172,18 +179,20 @@ class Training:
 @dataclass(frozen=True)
 class Batch:
     """`tokens` int64 (rows, length); `wanted` bool, the same: positions whose next token counts;
-    `targets` int64 (wanted positions,): those tokens."""
+    `targets` int64 and `weights` float32 (wanted positions,): those tokens, and how much."""
 
     tokens: Tensor
     wanted: Tensor
     targets: Tensor
+    weights: Tensor
 
     @staticmethod
-    def of(rows: list[np.ndarray], counts: list[np.ndarray]) -> Batch:
-        """Of token rows (length + 1,) and whether each token counts."""
+    def of(rows: list[np.ndarray], weights: list[np.ndarray]) -> Batch:
+        """Of token rows (length + 1,) and how much each token counts."""
         tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
-        wanted = torch.from_numpy(np.stack(counts))[:, 1:].contiguous()
-        return Batch(tokens[:, :-1].contiguous(), wanted, tokens[:, 1:][wanted])
+        weight = torch.from_numpy(np.stack(weights).astype(np.float32))[:, 1:].contiguous()
+        wanted = weight > 0
+        return Batch(tokens[:, :-1].contiguous(), wanted, tokens[:, 1:][wanted], weight[wanted])
 
 
 class Data:
@@ -203,31 +212,35 @@ class Data:
             np.save(path, tokens)
         return np.load(path, mmap_mode="r")
 
-    def batch(self, number: int, length: int) -> Batch:
+    def batch(self, number: int, length: int, part: float) -> Batch:
+        """`part` of the training, 0 to 1, has been done."""
         rng = random.Random(f"{self._seed} {number}")
         count = BATCH // length
         tasks = round(count * TASK_SHARE)
-        rows, counts = zip(*(self._tasks(rng, length) for _ in range(tasks)), strict=True)
+        shares = next(shares for begin, shares in reversed(CURRICULUM) if part >= begin)
+        sums = SUM_WEIGHT if part >= CURRICULUM[1][0] else 1.0
+        made = (self._tasks(rng, length, shares, sums) for _ in range(tasks))
+        rows, weights = zip(*made, strict=True)
         text = [self._piece(self._text, rng, length) for _ in range(count - tasks)]
-        return Batch.of([*rows, *text], [*counts, *(np.ones(length + 1, bool) for _ in text)])
+        return Batch.of([*rows, *text], [*weights, *(np.ones(length + 1) for _ in text)])
 
     def held_text(self) -> Iterator[Batch]:
         rng = random.Random("held")
         for _ in range(4):
             rows = [self._piece(self._held, rng, SHORT) for _ in range(BATCH // SHORT)]
-            yield Batch.of(rows, [np.ones(SHORT + 1, bool) for _ in rows])
+            yield Batch.of(rows, [np.ones(SHORT + 1) for _ in rows])
 
     def held_tasks(self, kind: str, each: int = 50) -> tuple[Batch, Tensor]:
         """`each` items, and the item (wanted positions,) that a wanted position belongs to."""
         rng, length = random.Random(f"held {kind}"), 96
-        rows, counts = [], []
+        rows, weights = [], []
         for _ in range(each):
-            ids, count = self._item(item(kind, rng, held=True), chatty=False)
+            ids, counts = self._item(item(kind, rng, held=True), chatty=False)
             fill = length + 1 - len(ids)
             rows.append(np.array(ids + [0] * fill))
             # The end-of-text after an item is no part of its answer.
-            counts.append(np.array([*count[:-1], False] + [False] * fill))
-        batch = Batch.of(rows, counts)
+            weights.append(np.array([*counts[:-1], False] + [False] * fill))
+        batch = Batch.of(rows, weights)
         return batch, batch.wanted.nonzero()[:, 0]
 
     @staticmethod
@@ -235,18 +248,20 @@ class Data:
         start = rng.randrange(len(tokens) - length - 1)
         return np.asarray(tokens[start : start + length + 1])
 
-    def _tasks(self, rng: random.Random, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def _tasks(
+        self, rng: random.Random, length: int, shares: dict[str, float], sum_weight: float
+    ) -> tuple[np.ndarray, np.ndarray]:
         """A row of tasks, each with an end-of-text after it; only answers and ends count."""
-        kinds, weights = zip(*((kind, TASK_WEIGHTS[kind]) for kind in KINDS), strict=True)
         ids: list[int] = []
-        counts: list[bool] = []
+        weights: list[float] = []
         while len(ids) < length + 1:
-            one = item(rng.choices(kinds, weights)[0], rng, held=False)
-            chatty = one.kind != "functions" and rng.random() < CHAT_SHARE
-            more, count = self._item(one, chatty=chatty)
+            [kind] = rng.choices(KINDS, [shares[kind] for kind in KINDS])
+            chatty = kind != "functions" and rng.random() < CHAT_SHARE
+            more, counts = self._item(item(kind, rng, held=False), chatty=chatty)
             ids += more
-            counts += count
-        return np.array(ids[: length + 1]), np.array(counts[: length + 1])
+            weight = sum_weight if kind == "sums" else 1.0
+            weights += [weight * count for count in counts]
+        return np.array(ids[: length + 1]), np.array(weights[: length + 1])
 
     def _item(self, one: Item, *, chatty: bool) -> tuple[list[int], list[bool]]:
         """Tokens, and whether each counts."""
