@@ -19,9 +19,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ HELD_OUT, BATTERY, ESSAY = (
 )
 ESSAY_TOKENS, REPEATS = 512, 5
 TEXT_TOKENS = 4000
-FED_TOKENS = 1200  # of runs that are fed the held-out text
+FED_TOKENS = 1000  # of runs that are fed the held-out text
 # So that a fast disk does not hide what reads cost, and every disk is the same one.
 THROTTLE_MIB_S = 300
 
@@ -51,25 +51,33 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--passes", type=int, default=10, help="runs of each setting for its speed")
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        measurement = Measurement(arguments.model, Path(scratch), arguments.passes)
-        for name, measure in measurement.questions.items():
-            path = arguments.out / f"{name}.json"
-            if not path.exists():
-                print(f"--- {name}", file=sys.stderr, flush=True)
-                write_json(path, measure())
+    scratch = arguments.out / "work"
+    scratch.mkdir(parents=True, exist_ok=True)
+    measurement = Measurement(arguments.model, scratch, arguments.passes)
+    for name, measure in measurement.questions.items():
+        path = arguments.out / f"{name}.json"
+        if not path.exists():
+            print(f"--- {name}", file=sys.stderr, flush=True)
+            write_json(path, measure())
+        elif name == "about" and json.loads(path.read_text())["of"] != measurement.of:
+            raise SystemExit(f"{arguments.out}: of another model, list or data: delete it")
+    shutil.rmtree(scratch)
 
 
 class Measurement:
-    """One model's. Attributes:
-    questions: name of a file → what measures its content.
+    """One model's.
+
+    Attributes:
+        of: digests of everything that the figures depend on but the machine.
+        questions: name of a file → what measures its content.
     """
 
     def __init__(self, model: Path, scratch: Path, passes: int) -> None:
         self._model, self._scratch, self._passes = model, scratch, passes
         self._layout = read_layout(model)
         self._settings = [parse_cell(line) for line in read_list(SETTINGS)[1]]
+        files = (model, SETTINGS, HELD_OUT, BATTERY, ESSAY)
+        self.of = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
         self._ids = scratch / "held-out.ids"
         with open_vocabulary(model) as vocabulary:
             tokens = vocabulary.tokens(HELD_OUT.read_text(encoding="utf-8"), prompt=False)
@@ -91,7 +99,6 @@ class Measurement:
             "model": {
                 "name": layout.metadata.get("general.name"),
                 "architecture": layout.arch,
-                "sha256": hashlib.sha256(self._model.read_bytes()).hexdigest(),
                 "file_bytes": layout.file_bytes,
                 "expert_bytes": layout.expert_bytes,
                 "layers": len(layout.moe_layers),
@@ -99,16 +106,21 @@ class Measurement:
                 "top_k": layout.n_expert_used,
             },
             "machine": machine,
+            "of": self.of,
         }
 
-    def _eval(self, *arguments: object) -> Any:
-        return self._json("eval", *arguments, "--settings", SETTINGS, "-t", 1, "--json")
+    def _eval(self, name: str, *arguments: object) -> Any:
+        more = ("--settings", SETTINGS, "-t", 1, "--work", self._scratch / name)
+        return self._json("eval", *arguments, *more, "--json")
 
     def _agreement(self) -> dict[str, Any]:
-        return {
-            depth: self._run(flags, "--forced-tokens", self._ids, "-n", FED_TOKENS)["route_ahead"]
-            for depth, flags in self._depths()
-        }
+        found = {}
+        for depth, flags in self._depths():
+            counts = self._run(flags, "--forced-tokens", self._ids, "-n", FED_TOKENS)["route_ahead"]
+            if counts["passed_through"] or counts["disarmed"]:
+                raise SystemExit(f"route-ahead {depth} did not commit everything: {counts}")
+            found[depth] = counts
+        return found
 
     def _depths(self) -> Iterator[tuple[str, list[str]]]:
         """Depths of route-ahead alone, with the flags."""

@@ -98,14 +98,14 @@ def with_table(readme: str, model: Model) -> str:
     """The README with the table between its two marks."""
     shown = [name for name in README_SETTINGS if name in model.settings]
     table = _table(
-        ("setting", "perplexity × resident's", "right answers", "MiB read a token", "tokens/s"),
+        ("setting", "perplexity × resident's", "right answers", "MiB read a token", "tokens/s ×"),
         [
             (
-                f"`{flags(model, name)}`",
+                flags(model, name),
                 f"{model.perplexity_ratio(name):.3f}",
-                _right(model.answers[name]),
+                _right(model.decoded[name]),
                 f"{model.mib_per_token(name):.2f}",
-                f"{model.speed_ratio(name):.2f} ×",
+                f"{model.speed_ratio(name):.2f}",
             )
             for name in shown
         ],
@@ -115,12 +115,12 @@ def with_table(readme: str, model: Model) -> str:
 
 def flags(model: Model, name: str) -> str:
     """What the setting adds to the lossless stream, as on a command line."""
-    found = []
+    stream, found = model.text["stream"]["settings"], []
     for key, value in model.text[name]["settings"].items():
-        if key not in ("cache_mb", "baseline") and value:
+        if value != stream[key]:
             option = f"--{key.replace('_', '-')}"
-            found.append(option if value is True else f"{option} {value}")
-    return " ".join(found) or "none"
+            found.append(option if value is True else f"{option} {value:g}")
+    return f"`{' '.join(found)}`" if found else "none"
 
 
 def _models_table(models: Sequence[Model]) -> str:
@@ -129,8 +129,19 @@ def _models_table(models: Sequence[Model]) -> str:
         about = model.about["model"]
         experts = f"{about['layers']} × {about['experts']}, top-{about['top_k']}"
         size, share = about["file_bytes"] / MIB, about["expert_bytes"] / about["file_bytes"]
-        rows.append((model.name, about["architecture"], experts, f"{size:.1f} MiB", f"{share:.0%}"))
-    return _table(("model", "architecture", "layers × experts", "file", "of it experts"), rows)
+        cache = model.text["stream"]["settings"]["cache_mb"]
+        cached = f"{cache} MiB, {cache * MIB / about['expert_bytes']:.0%} of the experts"
+        row = (
+            model.name,
+            about["architecture"],
+            experts,
+            f"{size:.1f} MiB",
+            f"{share:.0%}",
+            cached,
+        )
+        rows.append(row)
+    header = ("model", "architecture", "layers × experts", "file", "of it experts", "cache")
+    return _table(header, rows)
 
 
 def _section(model: Model) -> str:
@@ -160,14 +171,14 @@ def _settings_table(model: Model) -> str:
         rows.append(
             (
                 name,
-                f"`{flags(model, name)}`",
+                flags(model, name),
                 f"{model.perplexity_ratio(name):.4f}",
                 f"{text['kl_mean']:.4f}",
                 f"{text['agreement']:.1%}",
                 f"{_right(model.answers[name])} / {_right(model.decoded[name])}",
                 f"{model.mib_per_token(name):.2f}",
                 _speed(model, name),
-                "never" if first is None else str(first),
+                f"never ({essay['tokens']})" if first is None else str(first),
             )
         )
     resident = model.text["baseline"]["text"]
@@ -183,7 +194,9 @@ def _speed(model: Model, name: str) -> str:
     if name == "stream":
         return f"1 ({model.speed[name]['figures']['tok_per_s']['median']:.0f} tok/s)"
     ratio = model.speed[name]["ratios"]["tok_per_s"]
-    return f"{ratio['median']:.2f} ({ratio['low']:.2f}..{ratio['high']:.2f})"
+    known = ratio["low"] is not None  # too few passes give no interval
+    interval = f" ({ratio['low']:.2f}..{ratio['high']:.2f})" if known else ""
+    return f"{ratio['median']:.2f}{interval}"
 
 
 def _kinds(model: Model) -> str:
@@ -204,17 +217,18 @@ def _depths(model: Model) -> str:
     rows = []
     for depth in model.agreement:
         name = f"ahead-{depth}"
-        essay = model.essays[name]
+        essay, by_layer = model.essays[name], model.agreement[depth]["by_layer"]
         rows.append(
             (
                 depth,
+                f"{sum(one['slots'] > 0 for one in by_layer.values())} of {len(by_layer)}",
                 _percent(model.agreed(depth)),
                 f"{model.perplexity_ratio(name):.4f}",
                 f"{model.text[name]['text']['kl_mean']:.4f}",
                 f"{essay['identical']}/{essay['runs']}",
             )
         )
-    header = ("N", "slots agreed", "perplexity ×", "KL", "essays identical")
+    header = ("N", "layers committed", "slots agreed", "perplexity ×", "KL", "essays identical")
     return _table(header, rows)
 
 

@@ -21,7 +21,6 @@ FAMILIES = {
     "ahead": ("tab:blue", "s"),
     "drop": ("tab:orange", "^"),
     "substitute": ("tab:green", "D"),
-    "pre": ("0.6", "x"),
     "used": ("tab:red", "v"),
 }
 

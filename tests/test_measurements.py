@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from routeahead.models import DEFAULT_MODEL
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,7 +26,15 @@ def test_the_page_is_what_the_runs_left(measurements_page: ModuleType) -> None:
     assert page == measurements_page.page(models), "run benchmarks/measurements_page.py docs"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme == measurements_page.with_table(readme, models[0])
-    assert models[0].name == "embedded" and "--route-ahead 2" in readme
+    table = readme.partition("<!-- measurements -->")[2].partition("<!-- end -->")[0]
+    assert models[0].name == "embedded" and "--route-ahead 2" in table
+
+
+def test_the_models_that_are_here_were_measured(measurements_page: ModuleType) -> None:
+    embedded, second = measurements_page.read_models(ROOT / "docs")
+    for model, path in ((embedded, DEFAULT_MODEL), (second, ROOT / "benchmarks/data/second.gguf")):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        assert model.about["of"][path.name] == digest, f"{path}: run `make measurements`"
 
 
 def test_lossless_settings_were_measured_to_lose_nothing(measurements_page: ModuleType) -> None:

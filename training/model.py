@@ -42,11 +42,11 @@ SHAPES = {
     "qwen3moe": Shape(),
     "qwen2moe": Shape(
         family="qwen2moe",
-        layers=8,
+        layers=10,
         width=128,
         heads=2,
-        experts=24,
-        expert_width=64,
+        experts=20,
+        expert_width=96,
         shared_width=96,
     ),
 }

@@ -2,13 +2,13 @@
 
 | kind | items | held out |
 |---|---|---|
-| sums | a + b and a - b, 0 <= a, b <= 99, no negative result | 5 % of the pairs (a, b) |
+| sums | a + b and a - b, 0 <= a, b <= 99, no negative result | 5 % of the ordered pairs (a, b) |
 | numbers | 0 to 999 in English words → French words | a tenth of 100 to 999 |
 | capitals | country → capital | two of eight phrasings |
 | functions | a described Python function → its code | a tenth of the function names |
 
-Whether an item is held out is decided by a hash of the item, so that generating and grading agree
-without a list.
+A held-out a + b may have been seen as b + a. Whether an item is held out is decided by a hash of
+the item, so that generating and grading agree without a list.
 """
 
 from __future__ import annotations
@@ -179,8 +179,12 @@ def battery(each: int, seed: int = 0) -> Iterator[Item]:
     """`each` different held-out items of every kind."""
     for kind in KINDS:
         rng, seen = random.Random(f"{seed} {kind}"), set[str]()
-        while len(seen) < each:
+        for _ in range(1000 * each):
+            if len(seen) == each:
+                break
             one = item(kind, rng, held=True)
             if one.prompt not in seen:
                 seen.add(one.prompt)
                 yield one
+        if len(seen) < each:
+            raise SystemExit(f"{kind}: only {len(seen)} items are held out, not {each}")

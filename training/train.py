@@ -32,7 +32,7 @@ BATCH = 4096  # tokens a step
 SHORT, LONG, LONG_FROM = 256, 1024, 0.85
 PEAK_RATE, WARM_UP, DECAY_FROM = 2e-3, 100, 0.5
 BALANCE = 0.01
-TASK_SHARE = 0.6  # of the tokens
+TASK_SHARE = 0.6  # of the rows, rounded
 # Shares of the tasks, as (from which part of the training on, share of each kind): what is soon
 # learned needs little after that, and sums, a rule to find out, need most of the time.
 CURRICULUM = (
@@ -97,7 +97,7 @@ class Training:
             self._step, self._spent = state["step"], state["spent_s"]
 
     def run(self) -> None:
-        with (self._work / "losses.jsonl").open("a") as file:
+        with self._curve().open("a") as file:
             start = saved = time.monotonic()
             while self._step < self._steps:
                 length = SHORT if self._step < LONG_FROM * self._steps else LONG
@@ -121,6 +121,14 @@ class Training:
                 if now - saved > self._every or self._step == self._steps:
                     self._save(spent)
                     saved = now
+
+    def _curve(self) -> Path:
+        """The loss curve's file, without what an interrupted run wrote after its checkpoint."""
+        path = self._work / "losses.jsonl"
+        rows = path.read_text().splitlines() if path.exists() else []
+        kept = [row for row in rows if json.loads(row)["step"] <= self._step]
+        path.write_text("".join(f"{row}\n" for row in kept))
+        return path
 
     def _rate(self) -> float:
         decay_from = DECAY_FROM * self._steps
