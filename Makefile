@@ -55,7 +55,7 @@ embedded-model: $(VENV)/installed
 
 second-model: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet -e '.[train]'
-	$(BIN)/python training/train.py build/second --model qwen2moe --tokens 8e6
+	$(BIN)/python training/train.py build/second --model qwen2moe --tokens 5e6
 	$(BIN)/python training/export.py build/second benchmarks/data/second.gguf --model qwen2moe --experts Q8_0
 
 clean:

@@ -112,7 +112,10 @@ _DENSE = {
 def tensors(
     state: dict[str, torch.Tensor], shape: Shape, experts: QuantType
 ) -> list[tuple[str, np.ndarray, QuantType]]:
-    """(name, weights, quantisation) in llama.cpp's names; NumPy's shapes: the input width last."""
+    """(name, weights, quantisation) in llama.cpp's names; NumPy's shapes: the input width last.
+
+    There is no output matrix: llama.cpp then takes the embeddings.
+    """
 
     def of(name: str) -> np.ndarray:
         return np.ascontiguousarray(state[name].float().numpy())
@@ -120,7 +123,6 @@ def tensors(
     found = [
         ("token_embd.weight", of("embed.weight"), QuantType.Q8_0),
         ("output_norm.weight", of("norm.weight"), QuantType.F32),
-        ("output.weight", of("embed.weight"), QuantType.Q8_0),
     ]
     for index in range(shape.layers):
         ours, theirs = f"layers.{index}.", f"blk.{index}."

@@ -106,7 +106,7 @@ class Training:
                 self._step += 1
                 now = time.monotonic()
                 spent = self._spent + now - start
-                if self._step % 20 == 0:
+                if self._step % 20 == 0 or self._step == self._steps:
                     row: dict[str, object] = {
                         "step": self._step,
                         "of": self._steps,
