@@ -38,8 +38,9 @@ SETTINGS = HERE / "settings/measurements.txt"
 HELD_OUT, BATTERY, ESSAY = (
     HERE / "data" / name for name in ("held-out.txt", "battery.jsonl", "essay.txt")
 )
+LOSSLESS = ("prefetch", "predicted")  # beside the stream: how their settings' names begin
 ESSAY_TOKENS, REPEATS = 512, 5
-TEXT_TOKENS = 4000
+TEXT_TOKENS = 2000
 FED_TOKENS = 1000  # of runs that are fed the held-out text
 # So that a fast disk does not hide what reads cost, and every disk is the same one.
 THROTTLE_MIB_S = 300
@@ -49,7 +50,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split(":", maxsplit=1)[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--passes", type=int, default=10, help="runs of each setting for its speed")
+    parser.add_argument(
+        "--passes", type=int, default=10, help="runs of each setting for its speed; 0: none"
+    )
     arguments = parser.parse_args()
     scratch = arguments.out / "work"
     scratch.mkdir(parents=True, exist_ok=True)
@@ -86,11 +89,14 @@ class Measurement:
             "about": self._about,
             "agreement": self._agreement,
             "essays": self._essays,
-            "text": lambda: self._eval("--text", HELD_OUT, "-c", 512, "--max-tokens", TEXT_TOKENS),
-            "answers": lambda: self._eval("--prompts", BATTERY),
-            "decoded": lambda: self._eval("--prompts", BATTERY, "--prompt-through-decode"),
-            "speed": self._speed,
+            "text": lambda: self._eval(
+                "text", "--text", HELD_OUT, "-c", 512, "--max-tokens", TEXT_TOKENS
+            ),
+            "answers": lambda: self._ask("answers"),
+            "decoded": lambda: self._ask("decoded", "--prompt-through-decode"),
         }
+        if passes:
+            self.questions["speed"] = self._speed
 
     def _about(self) -> dict[str, Any]:
         layout, machine = self._layout, describe()
@@ -109,8 +115,16 @@ class Measurement:
             "of": self.of,
         }
 
-    def _eval(self, name: str, *arguments: object) -> Any:
-        more = ("--settings", SETTINGS, "-t", 1, "--work", self._scratch / name)
+    def _ask(self, name: str, *arguments: object) -> Any:
+        """The battery. What is lossless is not asked: its logits on text are the resident's."""
+        question, lines = read_list(SETTINGS)
+        lossy = [line for line in lines if not line.startswith(LOSSLESS)]
+        listed = self._scratch / "lossy.txt"
+        listed.write_text("\n".join([f"# {question}", *lossy]))
+        return self._eval(name, "--prompts", BATTERY, *arguments, settings=listed)
+
+    def _eval(self, name: str, *arguments: object, settings: Path = SETTINGS) -> Any:
+        more = ("--settings", settings, "-t", 1, "--work", self._scratch / name)
         return self._json("eval", *arguments, *more, "--json")
 
     def _agreement(self) -> dict[str, Any]:

@@ -30,8 +30,9 @@ class Model:
     Attributes:
         name: of its folder.
         about, agreement, essays: the files' content.
-        text, answers, decoded: by setting; `baseline` is the resident run.
-        speed: summary of the bench, by setting.
+        text, answers, decoded: by setting; `baseline` is the resident run, and what is lossless
+            was not asked for answers.
+        speed: summary of the bench, by setting; empty where it was not run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,8 +40,9 @@ class Model:
         self.name = folder.name
         self.about, self.agreement = files["about"], files["agreement"]
         self.essays = files["essays"]
-        self.throttle = files["speed"]["throttle_mib_s"]
-        self.speed = {one["name"]: one for one in files["speed"]["summary"]}
+        speed = files.get("speed", {"throttle_mib_s": 0, "summary": []})
+        self.throttle = speed["throttle_mib_s"]
+        self.speed = {one["name"]: one for one in speed["summary"]}
         self.text, self.answers, self.decoded = (
             {one["name"]: one for one in files[name]["results"]}
             for name in ("text", "answers", "decoded")
@@ -175,7 +177,7 @@ def _settings_table(model: Model) -> str:
                 f"{model.perplexity_ratio(name):.4f}",
                 f"{text['kl_mean']:.4f}",
                 f"{text['agreement']:.1%}",
-                f"{_right(model.answers[name])} / {_right(model.decoded[name])}",
+                _asked_twice(model, name),
                 f"{model.mib_per_token(name):.2f}",
                 _speed(model, name),
                 f"never ({essay['tokens']})" if first is None else str(first),
@@ -190,7 +192,15 @@ def _settings_table(model: Model) -> str:
     )
 
 
+def _asked_twice(model: Model, name: str) -> str:
+    if name not in model.answers:
+        return ""
+    return f"{_right(model.answers[name])} / {_right(model.decoded[name])}"
+
+
 def _speed(model: Model, name: str) -> str:
+    if not model.speed:
+        return ""
     if name == "stream":
         return f"1 ({model.speed[name]['figures']['tok_per_s']['median']:.0f} tok/s)"
     ratio = model.speed[name]["ratios"]["tok_per_s"]

@@ -33,13 +33,15 @@ def draw(models: Sequence[Model], folder: Path) -> None:
 
 def _cost(model: Model) -> Figure:
     """Perplexity against bytes a token, and against speed: down and to the good side is better."""
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    panels = 2 if model.speed else 1
+    figure = Figure(figsize=(5 * panels, 4.5), layout="constrained")
+    left, *right = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     _scatter(left, model, model.mib_per_token)
     left.set_xlabel("MiB read a token (less is better)")
     left.set_ylabel("perplexity × resident's")
-    _scatter(right, model, model.speed_ratio)
-    right.set_xlabel("tokens/s × the lossless stream's (more is better)")
+    for axes in right:
+        _scatter(axes, model, model.speed_ratio)
+        axes.set_xlabel("tokens/s × the lossless stream's (more is better)")
     return figure
 
 

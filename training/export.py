@@ -114,7 +114,7 @@ def tensors(
 ) -> list[tuple[str, np.ndarray, QuantType]]:
     """(name, weights, quantisation) in llama.cpp's names; NumPy's shapes: the input width last.
 
-    There is no output matrix: llama.cpp then takes the embeddings.
+    The embeddings are the output matrix too, which llama.cpp has to be told of a qwen2moe only.
     """
 
     def of(name: str) -> np.ndarray:
@@ -124,6 +124,8 @@ def tensors(
         ("token_embd.weight", of("embed.weight"), QuantType.Q8_0),
         ("output_norm.weight", of("norm.weight"), QuantType.F32),
     ]
+    if shape.family == "qwen2moe":
+        found.append(("output.weight", of("embed.weight"), QuantType.Q8_0))
     for index in range(shape.layers):
         ours, theirs = f"layers.{index}.", f"blk.{index}."
         for name, part in _DENSE.items():
