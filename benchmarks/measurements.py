@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument(
-        "--passes", type=int, default=10, help="runs of each setting for its speed; 0: none"
+        "--passes", type=int, default=8, help="runs of each setting for its speed; 0: none"
     )
     arguments = parser.parse_args()
     scratch = arguments.out / "work"
@@ -172,7 +172,7 @@ class Measurement:
         more = f"--forced-tokens {self._ids} --throttle {THROTTLE_MIB_S}"
         lines = [f"{cell.name}: {' '.join(cell.flags)} {more}" for cell in self._settings]
         cells.write_text("\n".join(["# speed of each setting", *lines]) + "\n")
-        counts = ("--tokens", 256, "--warmup", 64, "--passes", self._passes, "-t", 1)
+        counts = ("--tokens", 128, "--warmup", 32, "--passes", self._passes, "-t", 1)
         record = self._json("bench", "--cells", cells, *counts, "--json")
         return {"throttle_mib_s": THROTTLE_MIB_S, "summary": record["summary"]}
 

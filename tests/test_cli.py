@@ -308,14 +308,14 @@ def test_interrupt_still_writes_the_report(tmp_path: Path) -> None:
         text=True,
     )
     assert process.stdout
-    process.stdout.read(2)  # two tokens are out; at 1 MiB/s the next one takes half a second
+    process.stdout.read(2)  # a token is out; at 1 MiB/s the next one takes half a second
     time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in errors
     written = json.loads(report.read_text())
-    assert written["interrupted"] and 2 <= len(written["tokens"]) <= 5
+    assert written["interrupted"] and 1 <= len(written["tokens"]) <= 5
 
 
 @pytest.mark.parametrize("more", ["", ", route_ahead=1, route_ahead_compute='worker'"])
