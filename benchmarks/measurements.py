@@ -125,7 +125,8 @@ class Measurement:
 
     def _eval(self, name: str, *arguments: object, settings: Path = SETTINGS) -> Any:
         more = ("--settings", settings, "-t", 1, "--work", self._scratch / name)
-        return self._json("eval", *arguments, *more, "--json")
+        # Results alone: the rest of the record names folders of this machine.
+        return {"results": self._json("eval", *arguments, *more, "--json")["results"]}
 
     def _agreement(self) -> dict[str, Any]:
         found = {}
