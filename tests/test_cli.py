@@ -122,9 +122,12 @@ def test_policies_report_what_they_did(tmp_path: Path, flags: str, key: str, lin
         assert 0 < report[key]["dropped"] < report[key]["routed"]
 
 
-def test_text_goes_to_stdout_alone() -> None:
-    done = routeahead("run", "-p", "Once", "-n", 8, "-t", 1)
-    assert done.returncode == 0 and done.stdout.strip()
+def test_text_goes_to_stdout_alone(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    done = routeahead("run", "-p", "Once", "-n", 8, "-t", 1, "--report", path)
+    report = json.loads(path.read_text())
+    assert done.returncode == 0 and len(report["tokens"]) == 8
+    assert done.stdout == report["text"] + "\n"
     assert "moe-stream" not in done.stdout
 
 
@@ -299,6 +302,7 @@ def test_bytes_that_are_no_text_are_a_prompt_too() -> None:
 
 
 def test_interrupt_still_writes_the_report(tmp_path: Path) -> None:
+    two_tokens = run_with_report(tmp_path, "-p", "Once", "-n", 2)[0]["text"]
     report = tmp_path / "report.json"
     arguments = ["run", "-p", "Once", "-n", "4000", "--cache-mb", "0", "--throttle", "1"]
     process = subprocess.Popen(
@@ -308,14 +312,15 @@ def test_interrupt_still_writes_the_report(tmp_path: Path) -> None:
         text=True,
     )
     assert process.stdout
-    process.stdout.read(2)  # a token is out; at 1 MiB/s the next one takes half a second
+    # Two tokens are out; at 1 MiB/s the next one takes half a second.
+    assert process.stdout.read(len(two_tokens)) == two_tokens
     time.sleep(0.1)
     os.kill(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in errors
     written = json.loads(report.read_text())
-    assert written["interrupted"] and 1 <= len(written["tokens"]) <= 5
+    assert written["interrupted"] and 2 <= len(written["tokens"]) <= 5
 
 
 @pytest.mark.parametrize("more", ["", ", route_ahead=1, route_ahead_compute='worker'"])
