@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from routeahead import Llama
-from routeahead.evaluation.statistics import paired_ratio
+from routeahead.bench.statistics import paired_ratio
 
 
 def token_s(llm: Llama, tokens: list[int]) -> float:

@@ -26,11 +26,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from routeahead.engine.gguf_file import read_layout
-from routeahead.evaluation.cells import expand_shares, parse_cell, read_list
+from routeahead.bench.cells import expand_shares, parse_cell, read_list
+from routeahead.bench.machine_state import describe
 from routeahead.evaluation.corpus import open_vocabulary
-from routeahead.evaluation.machine_state import describe
 from routeahead.evaluation.quality import divergence
+from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.telemetry.json_file import write_json
 
 HERE = Path(__file__).parent

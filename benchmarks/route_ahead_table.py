@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from routeahead.evaluation.bench import Run
-from routeahead.evaluation.bench_summary import SPEED, CellSummary, summarise
-from routeahead.evaluation.statistics import Ratio, spread
+from routeahead.bench.bench import Run
+from routeahead.bench.statistics import Ratio, spread
+from routeahead.bench.summary import SPEED, CellSummary, summarise
 
 HEADER = (
     "| rho | cell | runs | ms/token | compute | stall | of the baseline's | kept "

@@ -13,11 +13,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from routeahead.engine.gguf_file import read_layout
-from routeahead.evaluation.bench import Bench, Plan
-from routeahead.evaluation.bench_summary import SPEED, CellSummary, summarise
-from routeahead.evaluation.cells import CellList, parse_cell
-from routeahead.evaluation.statistics import Ratio
+from routeahead.bench.bench import Bench, Plan
+from routeahead.bench.cells import CellList, parse_cell
+from routeahead.bench.statistics import Ratio
+from routeahead.bench.summary import SPEED, CellSummary, summarise
+from routeahead.llamacpp.gguf_file import read_layout
 
 DELAYED_RUN = Path(__file__).with_name("delayed_run.py")
 EXPECTED = {"same": "no difference shown", "late": "loss"}

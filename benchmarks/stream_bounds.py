@@ -23,10 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from routeahead.engine.gguf_file import read_layout
-from routeahead.evaluation.machine_state import drop_page_cache
+from routeahead.bench.machine_state import drop_page_cache
 from routeahead.experts.arena import Reservation
 from routeahead.experts.layout import BLOCK, MIB, ModelLayout
+from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.telemetry.io_trace import read_io_trace
 
 RUN = [sys.executable, "-m", "routeahead.cli.main", "run"]

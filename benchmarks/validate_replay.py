@@ -18,10 +18,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from routeahead.engine.gguf_file import read_layout
-from routeahead.evaluation.policies import Policy
-from routeahead.evaluation.replay import Machine, replay, simulate
 from routeahead.experts.layout import MIB
+from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.replay.eviction import Policy
+from routeahead.replay.replay import Machine, replay, simulate
 from routeahead.telemetry.route_trace import RouteTrace, read_trace
 
 LATENCY_MS = 0.2

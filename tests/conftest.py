@@ -1,89 +1,18 @@
-"""Models written once a session, and the resident logits to compare with."""
+"""Fixtures that every test may use."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
-import models
-import numpy as np
-import numpy.typing as npt
 import pytest
-from reference import Logits, Resident
+from support.library import CONTEXT, THREADS, Library
 
 from routeahead import Llama
 
 # A shell ignores SIGINT for what it starts in the background, and children inherit that; the tests
 # that interrupt a run need it to arrive.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-CONTEXT = 256
-THREADS = 1  # the fixtures are too small to gain from a second one
-
-
-def token_batches(seed: int, *, prompt: int = 13, decode: int = 20) -> list[list[int]]:
-    """A prompt and then single tokens, all random: a random model's own text is a loop of the same
-    experts, and nothing would miss."""
-    tokens = np.random.default_rng(seed).integers(3, 259, size=prompt + decode).tolist()
-    return [tokens[:prompt], *([t] for t in tokens[prompt:])]
-
-
-# Two prompts, evaluated one after the other by one process.
-PROMPTS = (token_batches(1), token_batches(2, prompt=1, decode=8))
-
-
-def evaluate(llm: Llama, batches: Sequence[Sequence[int]]) -> Logits:
-    """Logits (batches, vocabulary) after each batch, from an empty context: the first batch is the
-    prompt, the rest is decode."""
-    llm.reset()
-    rows = []
-    for index, batch in enumerate(batches):
-        llm.phase = "decode" if index else "prefill"
-        llm.eval(batch)
-        pointer = llm._ctx.get_logits_ith(-1)
-        rows.append(np.ctypeslib.as_array(pointer, shape=(llm.n_vocab(),)).copy())
-    return np.stack(rows)
-
-
-def with_budget(load: Callable[..., Llama], name: str, share: float, **settings: object) -> Llama:
-    """A fixture model whose cache holds that share of its experts, however little that is."""
-    llm = load(name, cache_mb=1, force_cache=True, **settings)
-    assert llm.source
-    llm.source.cache.budget = int(llm.layout.expert_bytes * share)
-    return llm
-
-
-def csv_rows(path: Path) -> list[dict[str, str]]:
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    names = lines[0].split(",")
-    return [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
-
-
-class Library:
-    """Fixture models by name (and number of shards), with their resident logits."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._paths: dict[tuple[str, int], Path] = {}
-        self._logits: dict[str, list[npt.NDArray[np.float32]]] = {}
-
-    def path(self, name: str, shards: int = 1) -> Path:
-        key = (name, shards)
-        if key not in self._paths:
-            spec = models.FIXTURES.get(name) or models.for_quant(name)
-            folder = self._folder / f"{name}-{shards}"
-            folder.mkdir()
-            self._paths[key] = models.write(folder / "model.gguf", spec, shards=shards)
-        return self._paths[key]
-
-    def resident(self, name: str) -> list[Logits]:
-        """One array for each of PROMPTS."""
-        if name not in self._logits:
-            model = Resident(self.path(name), n_ctx=CONTEXT, threads=THREADS)
-            self._logits[name] = [model.evaluate(batches) for batches in PROMPTS]
-            model.close()
-        return self._logits[name]
 
 
 @pytest.fixture(scope="session")

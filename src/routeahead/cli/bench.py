@@ -11,14 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from routeahead.bench.bench import Bench, Plan, Run
+from routeahead.bench.cells import CellList, parse_cell, read_cells
+from routeahead.bench.statistics import LEAST_PAIRS, Ratio, Spread
+from routeahead.bench.summary import COMPARED, SPEED, CellSummary, figures, summarise
 from routeahead.cli import options
-from routeahead.engine.gguf_file import read_layout
 from routeahead.errors import SettingsError
-from routeahead.evaluation.bench import Bench, Plan, Run
-from routeahead.evaluation.bench_summary import COMPARED, SPEED, CellSummary, figures, summarise
-from routeahead.evaluation.cells import CellList, parse_cell, read_cells
-from routeahead.evaluation.statistics import LEAST_PAIRS, Ratio, Spread
 from routeahead.experts.layout import MIB
+from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.models import DEFAULT_MODEL
 from routeahead.telemetry.json_file import write_json
 

@@ -15,16 +15,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from routeahead.bench.cells import expand_shares, read_list
 from routeahead.cli import options
 from routeahead.cli.flags import llama_kwargs
-from routeahead.engine.gguf_file import read_layout
 from routeahead.engine.llama import physical_cores
 from routeahead.errors import SettingsError
-from routeahead.evaluation.cells import expand_shares, read_list
 from routeahead.evaluation.evaluate import DEFAULT_TOKENS, Evaluation, Request, Setting
 from routeahead.evaluation.plot import check_plot, plot
 from routeahead.evaluation.summary import Summary
 from routeahead.experts.layout import MIB, ModelLayout
+from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.models import DEFAULT_MODEL
 from routeahead.telemetry.json_file import write_json
 

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from routeahead.errors import SettingsError
-from routeahead.evaluation.policies import Policy
-from routeahead.evaluation.replay import Machine, simulate
-from routeahead.evaluation.replay import replay as replay_trace
 from routeahead.experts.layout import MIB
+from routeahead.replay.eviction import Policy
+from routeahead.replay.replay import Machine, simulate
+from routeahead.replay.replay import replay as replay_trace
 from routeahead.telemetry.route_trace import read_trace
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from routeahead.engine.ahead import Ahead
 from routeahead.engine.llama import Llama
-from routeahead.engine.steering import Steering
+from routeahead.engine.policies import Steering
 from routeahead.experts.layout import MIB
-from routeahead.routing.probe import PREDICTORS, Probe, Score
+from routeahead.policies.probe import PREDICTORS, Probe, Score
+from routeahead.prediction.predictions import Ahead
 
 
 def facts(llm: Llama) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _prefetch_source(steering: Steering) -> str:
 
 
 def _prediction(llm: Llama, ahead: Ahead) -> dict[str, Any]:
-    """The watchdog's findings, and ms a decoded token (definitions: `engine.ahead.AheadTimes`)."""
+    """The watchdog's findings, and ms a decoded token (`prediction.predictions.AheadTimes`)."""
     tokens, watchdog = llm.counters.decode.tokens or 1, ahead.watchdog
     seconds = vars(ahead.times) | {"adopt_s": llm.counters.decode.adopt_s}
     return {

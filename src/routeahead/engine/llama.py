@@ -12,14 +12,14 @@ import llama_cpp
 import psutil
 
 from routeahead.config import Settings
-from routeahead.engine import native_log
-from routeahead.engine.gguf_file import read_layout
 from routeahead.engine.memory import available_bytes
-from routeahead.engine.steering import Steering
+from routeahead.engine.policies import Steering
 from routeahead.engine.streamed_model import Progress, StreamedModel, WrapReader
 from routeahead.errors import ModelError, SettingsError, StreamError
 from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
+from routeahead.llamacpp import native_log
+from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.telemetry.counters import Counters, Phase, Totals, cpu_s
 from routeahead.telemetry.recorder import NOTHING, Outputs
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from routeahead.engine.steering import Steering
+from routeahead.engine.policies import Steering
 from routeahead.errors import StreamError
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.source import ExpertSource, Load

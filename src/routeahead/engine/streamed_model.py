@@ -12,16 +12,16 @@ from typing import Any
 import llama_cpp
 
 from routeahead.config import Settings
-from routeahead.engine.graph_hook import GraphHook
 from routeahead.engine.memory import available_bytes
-from routeahead.engine.placement import Placement
-from routeahead.engine.steering import steer
+from routeahead.engine.policies import steer
 from routeahead.engine.stream import Stream
 from routeahead.errors import ModelError, SettingsError
 from routeahead.experts.arena import Arena
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader, Throttled
 from routeahead.experts.source import ExpertSource, dense_runs, read_dense
+from routeahead.llamacpp.eval_callback import GraphHook
+from routeahead.llamacpp.placement import Placement
 from routeahead.telemetry.recorder import NOTHING, Outputs, Recorder
 
 Progress = Callable[[int, int], None]

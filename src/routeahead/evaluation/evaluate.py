@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from routeahead.engine.gguf_file import read_layout
 from routeahead.engine.llama import Llama, physical_cores
 from routeahead.engine.memory import available_bytes
 from routeahead.errors import RouteAheadError, SettingsError
@@ -33,6 +32,7 @@ from routeahead.evaluation.grading import Tick
 from routeahead.evaluation.summary import Summary, summarise
 from routeahead.evaluation.work import BASELINE, WorkFolder
 from routeahead.experts.layout import MIB
+from routeahead.llamacpp.gguf_file import read_layout
 
 DEFAULT_CONTEXT = 512
 DEFAULT_TOKENS = 2048

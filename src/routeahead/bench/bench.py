@@ -1,0 +1,246 @@
+"""The interleaved benchmark: every cell in every pass, each run a fresh process.
+
+A machine drifts: it heats up, its disk fills its own cache, others use it. Runs of one cell after
+runs of another measure the drift; runs in turn (A B, B A, A B ...) share it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from routeahead.bench.cells import Cell, CellList, check_cells, expand_shares, run_order
+from routeahead.bench.cgroup import MemoryLimit
+from routeahead.bench.machine_state import busy_cpu_s, describe, drop_page_cache, entry_state
+from routeahead.errors import SettingsError
+from routeahead.experts.layout import ModelLayout
+
+# What getrusage counts reads in, whatever the disk's own blocks are.
+_RUSAGE_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every run of a benchmark has in common.
+
+    Attributes:
+        passes: runs of each cell.
+        tokens: decoded tokens that count.
+        warmup: decoded tokens before them that do not.
+        threads: compute threads; None leaves it to the program.
+        seed: of the tokens that are fed and of the order of the cells.
+        memory_limit: bytes that a run may use, page cache included; None for no limit.
+    """
+
+    passes: int = 2
+    tokens: int = 64
+    warmup: int = 0
+    threads: int | None = None
+    seed: int = 0
+    memory_limit: int | None = None
+
+    def flags(self, report: Path) -> list[str]:
+        """The arguments that every cell's program gets before its own."""
+        count = ["-n", str(self.warmup + self.tokens)]
+        threads = [] if self.threads is None else ["-t", str(self.threads)]
+        return ["--forced-tokens", f"seed:{self.seed}", *count, *threads, "--report", str(report)]
+
+
+@dataclass
+class Run:
+    """One process of one cell.
+
+    Attributes:
+        pass_index, position: which pass, and the place within it, from 0.
+        command: as it was started.
+        machine: state before it (`machine_state.entry_state`).
+        page_cache: what dropping the model from it gave (`machine_state.drop_page_cache`).
+        wall_s: start to end of the process.
+        others_cpu_s: CPU time that other processes took meanwhile.
+        kernel_read_bytes: what its process had the disk read, as the kernel counted it.
+        memory: peak bytes and kills of its control group; empty without a limit.
+        error: why it does not count; empty where it does.
+        report: what it wrote with --report; empty where it wrote none.
+    """
+
+    cell: str
+    pass_index: int
+    position: int
+    command: list[str]
+    machine: dict[str, Any]
+    page_cache: dict[str, Any]
+    wall_s: float
+    others_cpu_s: float
+    kernel_read_bytes: int
+    memory: dict[str, Any]
+    error: str
+    report: dict[str, Any]
+
+
+class Bench:
+    """Iterate over it: each step is one run. What there is so far can be written at any time.
+
+    Attributes:
+        baseline: name of the cell that the others are compared with.
+        runs: so far, in the order they ran.
+    """
+
+    def __init__(
+        self, layout: ModelLayout, cells: CellList, plan: Plan, baseline: str | None = None
+    ) -> None:
+        """
+        Raises:
+            SettingsError: no cells, two of one name, or no such baseline.
+        """
+        self.baseline = check_cells(cells.cells, baseline)
+        self.layout, self.cells, self.plan = layout, cells, plan
+        self._order = run_order(len(cells.cells), plan.passes, plan.seed)
+        self.runs: list[Run] = []
+
+    def __len__(self) -> int:
+        return self.plan.passes * len(self.cells.cells)
+
+    def __iter__(self) -> Iterator[Run]:
+        for index, order in enumerate(self._order):
+            for position, number in enumerate(order):
+                run = self._run(self.cells.cells[number], index, position)
+                self.runs.append(run)
+                yield run
+
+    def _run(self, cell: Cell, index: int, position: int) -> Run:
+        machine = entry_state(self.layout.shards)
+        page_cache = drop_page_cache(self.layout.shards)
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            model = str(self.layout.shards[0].path)
+            flags = [*self.plan.flags(report), *expand_shares(cell.flags, self.layout)]
+            command = [*cell.program, model, *flags]
+            process = _execute(command, environment(cell), self.plan.memory_limit)
+            content, error = _read_report(report, process)
+        return Run(
+            cell=cell.name,
+            pass_index=index,
+            position=position,
+            command=command,
+            machine=machine,
+            page_cache=page_cache,
+            wall_s=process.wall_s,
+            others_cpu_s=process.others_cpu_s,
+            kernel_read_bytes=process.read_bytes,
+            memory=process.memory,
+            error=error or self._fault(content),
+            report=content,
+        )
+
+    def _fault(self, report: dict[str, Any]) -> str:
+        """Why a report cannot be compared with the others; empty where it can."""
+        missing = [key for key in ("tokens", "decode_steps") if key not in report]
+        if missing:
+            return f"its report has no {missing[0]}"
+        expected = self.plan.warmup + self.plan.tokens
+        if len(report["tokens"]) != expected:
+            return f"decoded {len(report['tokens'])} tokens and not {expected}"
+        first = next((run for run in self.runs if not run.error), None)
+        if first and first.report["tokens"] != report["tokens"]:
+            return f"decoded other tokens than the first run ({first.cell})"
+        return ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything raw, so that each figure can be computed again."""
+        return {
+            "question": self.cells.question,
+            "model": str(self.layout.shards[0].path),
+            "file_bytes": self.layout.file_bytes,
+            "machine": describe(),
+            "plan": asdict(self.plan),
+            "baseline": self.baseline,
+            "planned_runs": len(self),
+            "cells": [asdict(cell) for cell in self.cells.cells],
+            "runs": [asdict(run) for run in self.runs],
+        }
+
+
+def environment(cell: Cell) -> dict[str, str]:
+    """This process's environment, and what the cell sets.
+
+    Importing this package sets GOMP_SPINCOUNT; a program that does not import it must not inherit
+    that, or plain llama.cpp would be measured with this package's tuning.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    return inherited | cell.environment
+
+
+@dataclass
+class _Process:
+    """An ended process: what it said and what it took."""
+
+    status: int
+    stderr: str
+    wall_s: float
+    others_cpu_s: float
+    read_bytes: int
+    memory: dict[str, Any]
+
+
+def _execute(command: Sequence[str], env: dict[str, str], memory_limit: int | None) -> _Process:
+    """
+    Raises:
+        SettingsError: the program cannot be started, or the memory limit is not permitted.
+    """
+    with nullcontext() if memory_limit is None else MemoryLimit(memory_limit) as group:
+        before = _reading()
+        try:
+            ended = subprocess.run(
+                group.wrap(command) if group else command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+        except OSError as error:
+            raise SettingsError(f"cannot start {command[0]}: {error.strerror}") from None
+        wall, busy, own, blocks = (now - then for now, then in zip(_reading(), before, strict=True))
+        memory = {"peak_bytes": group.peak_bytes(), "kills": group.kills()} if group else {}
+    return _Process(
+        status=ended.returncode,
+        stderr=ended.stderr,
+        wall_s=wall,
+        others_cpu_s=max(0.0, busy - own),
+        read_bytes=int(blocks) * _RUSAGE_BLOCK,
+        memory=memory,
+    )
+
+
+def _reading() -> tuple[float, float, float, int]:
+    """Time, CPU seconds of the machine, CPU seconds and blocks read of all children so far.
+
+    The children's totals are exact once a child has ended; its /proc/<pid>/io is gone by then.
+    """
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = children.ru_utime + children.ru_stime
+    return time.perf_counter(), busy_cpu_s(), own, children.ru_inblock
+
+
+def _read_report(path: Path, process: _Process) -> tuple[dict[str, Any], str]:
+    """(report, error): one of them is empty."""
+    if process.memory.get("kills"):
+        return {}, "killed: it needs more than the memory limit"
+    if process.status:
+        last = process.stderr.strip().rpartition("\n")[2]
+        return {}, f"exit status {process.status}: {last or 'nothing on stderr'}"
+    try:
+        return json.loads(path.read_text()), ""
+    except (OSError, ValueError) as error:
+        return {}, f"wrote no report: {error}"

@@ -1,0 +1,286 @@
+"""The Python half of the eval callback: reads tensors, and passes plain numbers on.
+
+Order of events in a layer, as llama.cpp runs it:
+
+1. `ffn_moe_topk-L` was computed → `Observer.routed(layer, ids, row)`.
+2. Under dropping, the last node of the layer's weights was computed →
+   `Observer.final_weights(weights)`. Which node that is differs between architectures: it is what
+   `ffn_moe_weighted-L` multiplies the experts' outputs by. The first graph shows it; until then,
+   and where it is computed after the first product, nothing is dropped.
+3. A product over experts (MUL_MAT_ID) is *about to run*, while reads are pending →
+   `Observer.product(...)` must return only once its bytes are there. Whether more products of the
+   layer have reads pending decides if the graph stops after this one; otherwise llama.cpp would
+   ask for the next product before this one has run, and nothing would overlap.
+
+An exception must not cross into C, where ctypes would drop it and the decode would go on with
+whatever is in memory. It is kept in `fault`; the filter ends the graph; `check` raises it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from routeahead.errors import StreamError
+from routeahead.llamacpp import ggml, node_filter
+from routeahead.llamacpp.node_filter import (
+    ACK,
+    CALLBACK,
+    CALLS,
+    FAULT,
+    NAME_WORDS,
+    PENDING,
+    ROUTED,
+    TOPK_PREFIX,
+    TRACING,
+    WEIGHTS,
+    WEIGHTS_MASK,
+)
+from routeahead.llamacpp.router_graph import strip_views
+from routeahead.llamacpp.router_input import GateTap
+
+_WEIGHTED_PREFIX = b"ffn_moe_weighted"
+_WEIGHTS_PREFIX = b"ffn_moe_weights"
+
+_StopFunction = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p, ctypes.c_int8)
+
+
+class Observer(Protocol):
+    """Who decides what happens at a stop. Called on the evaluation thread."""
+
+    def routed(
+        self, layer: int, ids: npt.NDArray[np.int32], row: npt.NDArray[np.float32] | None
+    ) -> bool:
+        """`ids` (rows, top-k) of `layer`, in the graph's own memory: a write changes the routing.
+
+        `row` is the gate's input (width,), in memory that this call may read: None unless a gate
+        tap is attached and the row could be read.
+
+        Returns whether products of this layer must be announced to `product`.
+        """
+        ...
+
+    def streams(self, tensor: int) -> bool:
+        """Whether the weight tensor at address `tensor` is read from disk."""
+        ...
+
+    def product(self, tensor: int) -> bool:
+        """A product with the weight tensor at address `tensor` is about to run.
+
+        Returns whether a later product of the layer still has reads pending.
+        """
+        ...
+
+    @property
+    def holding(self) -> bool:
+        """Whether the last routing waits for its final weights."""
+        ...
+
+    def final_weights(self, weights: npt.NDArray[np.float32]) -> bool:
+        """The final weights (rows, top-k) that a routing waits for, in the graph's own memory: a
+        write changes them.
+
+        Returns whether products of this layer must be announced to `product`.
+        """
+        ...
+
+    def log_weights(self, weights: npt.NDArray[np.float32]) -> None:
+        """The weights (rows, top-k) that the last routing got; only called while tracing."""
+        ...
+
+    def faulted(self) -> None:
+        """The graph is about to stop; it may still run the node that was asked for."""
+        ...
+
+
+class GraphHook:
+    """Joins one context's eval callback to an observer.
+
+    Keep it alive as long as the context, and attach an observer before the first decode.
+    """
+
+    _observer: Observer
+
+    def __init__(self) -> None:
+        self._state = np.zeros(node_filter.STATE_WORDS, dtype=np.int64)
+        self._stop = _StopFunction(self._on_stop)
+        self._state[CALLBACK] = ctypes.cast(self._stop, ctypes.c_void_p).value or 0
+        self._layers: dict[bytes, int] = {}  # node name → layer
+        self.fault: BaseException | None = None
+        self._tap: GateTap | None = None
+        self._topk = 0  # address of the last top-k
+        self._tracing = False
+        self._unweighed: set[int] = set()  # layers whose last weights node is not known yet
+        self._weights: dict[int, npt.NDArray[np.int64]] = {}  # `_name_words` of the others'
+
+    @property
+    def callback(self) -> int:
+        """Address for `llama_context_params.cb_eval`."""
+        address: int = node_filter.compiled().address
+        return address
+
+    @property
+    def user_data(self) -> int:
+        """Address for `llama_context_params.cb_eval_user_data`."""
+        return int(self._state.ctypes.data)
+
+    @property
+    def calls(self) -> int:
+        """Calls into Python so far."""
+        return int(self._state[CALLS])
+
+    def attach(self, observer: Observer, *, tracing: bool, weighing: Collection[int] = ()) -> None:
+        """
+        Args:
+            tracing: call `Observer.log_weights`.
+            weighing: layers whose routings may wait for their final weights.
+        """
+        self._observer, self._tracing = observer, tracing
+        self._unweighed = set(weighing)
+        self._state[TRACING] = tracing or bool(weighing)
+
+    def tap_gates(self, layers: Sequence[int]) -> GateTap:
+        """From now on `Observer.routed` is given the gates' inputs."""
+        self._tap = GateTap(self._state, layers)
+        return self._tap
+
+    def selection_scores(self) -> npt.NDArray[np.float32]:
+        """(rows, n_expert), what the last top-k ranked the experts by; valid at its stop only."""
+        node = strip_views(ggml.tensor_at(self._topk))
+        if ggml.op_name(node) != "ARGSORT":
+            raise StreamError("this architecture's top-k does not show what it ranks experts by")
+        return _floats(ggml.tensor_at(node.src[0]))
+
+    def begin(self) -> None:
+        """Before a decode: no top-k has been seen, nothing has gone wrong."""
+        self.fault = None
+        self._state[PENDING] = self._state[ROUTED] = self._state[FAULT] = self._state[WEIGHTS] = 0
+
+    def check(self) -> None:
+        """After a decode.
+
+        Raises:
+            BaseException: whatever went wrong inside it; its logits are those of an older token.
+        """
+        if self._state[FAULT]:
+            # Without a recorded fault the callback itself was cut short: only a signal does that.
+            raise self.fault or KeyboardInterrupt
+
+    def _on_stop(self, address: int, ask: int) -> int:
+        try:
+            answer = self._product(address) if ask else self._stopped(address)
+            self._state[ACK] = 1
+            return answer
+        except BaseException as error:  # see the module's docstring; without ACK the graph ends
+            self.fault = error
+            self._observer.faulted()
+            return ask
+
+    def _stopped(self, address: int) -> int:
+        tensor = ggml.tensor_at(address)
+        name = tensor.name
+        if name.startswith(TOPK_PREFIX):
+            self._at_topk(name, tensor, address)
+        elif name.startswith(_WEIGHTED_PREFIX):
+            self._at_weighted(name, tensor)
+        elif self._tap and tensor.op == ggml.op_code("MUL_MAT"):
+            self._tap.at_gate(tensor)
+        else:
+            self._state[WEIGHTS] = 0
+            self._state[PENDING] = self._observer.final_weights(_weights(tensor))
+        return 1
+
+    def _at_topk(self, name: bytes, tensor: ggml.Tensor, address: int) -> None:
+        layer = self._layers.get(name)
+        if layer is None:
+            layer = self._layers[name] = int(name[len(TOPK_PREFIX) :])
+        row = self._tap.at_topk(layer, address) if self._tap else None
+        self._topk = address
+        self._state[PENDING] = self._observer.routed(layer, _matrix(tensor), row)
+        if layer in self._weights and self._observer.holding:
+            self._state[WEIGHTS : WEIGHTS_MASK + NAME_WORDS] = self._weights[layer]
+        self._state[ROUTED] = address
+
+    def _at_weighted(self, name: bytes, tensor: ggml.Tensor) -> None:
+        """Neither operand of the product that weighted the experts has been overwritten yet."""
+        weights = ggml.tensor_at(tensor.src[1])
+        if self._tracing:
+            self._observer.log_weights(_weights(weights))
+        if self._unweighed:
+            self._learn_weights(int(name.rpartition(b"-")[2]), weights.name)
+
+    def _learn_weights(self, layer: int, name: bytes) -> None:
+        """`name` is that of the layer's last weights node, in this graph and in those to come,
+        unless it is one that ggml makes up by counting nodes."""
+        if layer in self._unweighed:
+            self._unweighed.discard(layer)
+            if name.startswith(_WEIGHTS_PREFIX):
+                self._weights[layer] = _name_words(name)
+            else:
+                warnings.warn(
+                    f"layer {layer} does not show where its experts' weights are final: nothing "
+                    "is dropped from it",
+                    stacklevel=2,
+                )
+        self._state[TRACING] = self._tracing or bool(self._unweighed)
+
+    def _product(self, address: int) -> int:
+        tensor = ggml.tensor_at(address)
+        weights = tensor.src[0]
+        if not self._observer.streams(weights):
+            return 0
+        if tensor.src[2] != self._state[ROUTED]:
+            raise StreamError(
+                f"{tensor.name.decode()} uses experts that no top-k announced: "
+                "this architecture cannot be streamed; run it with --resident"
+            )
+        pending = self._observer.product(weights)
+        self._state[PENDING] = pending
+        return int(pending)
+
+
+def _name_words(name: bytes) -> npt.NDArray[np.int64]:
+    """A node's name and the mask of what it fills, as WEIGHTS and WEIGHTS_MASK have them."""
+    size = 8 * NAME_WORDS
+    ended = (name + b"\0")[:size]
+    mask = b"\xff" * len(ended)
+    return np.frombuffer(ended.ljust(size, b"\0") + mask.ljust(size, b"\0"), np.int64)
+
+
+def _weights(tensor: ggml.Tensor) -> npt.NDArray[np.float32]:
+    """A float32 tensor of ggml shape (1, top-k, rows), in place, as (rows, top-k)."""
+    slots, rows, slot_stride, row_stride = tensor.ne[1], tensor.ne[2], tensor.nb[1], tensor.nb[2]
+    return _strided(tensor, rows, slots, row_stride, slot_stride)
+
+
+def _floats(tensor: ggml.Tensor) -> npt.NDArray[np.float32]:
+    """A float32 tensor of ggml shape (columns, rows), in place, as (rows, columns)."""
+    return _strided(tensor, tensor.ne[1], tensor.ne[0], tensor.nb[1], tensor.nb[0])
+
+
+def _strided(
+    tensor: ggml.Tensor, rows: int, columns: int, row_stride: int, column_stride: int
+) -> npt.NDArray[np.float32]:
+    if not rows:
+        return np.empty((0, columns), np.float32)
+    length = row_stride * (rows - 1) + column_stride * (columns - 1) + 4
+    memory: Any = (ctypes.c_char * length).from_address(tensor.data)
+    strides = (row_stride, column_stride)
+    values: npt.NDArray[np.float32] = np.ndarray((rows, columns), np.float32, memory, 0, strides)
+    return values
+
+
+def _matrix(tensor: ggml.Tensor) -> npt.NDArray[np.int32]:
+    """An int32 tensor of up to two dimensions, in place. Rows may lie apart: the top-k is a view
+    of the argsort. There are none where the last layer of a ubatch has no output to give."""
+    columns, rows, stride = tensor.ne[0], tensor.ne[1], tensor.nb[1]
+    if not rows:
+        return np.empty((0, columns), np.int32)
+    memory: Any = (ctypes.c_char * (stride * (rows - 1) + 4 * columns)).from_address(tensor.data)
+    ids: npt.NDArray[np.int32] = np.ndarray((rows, columns), np.int32, memory, strides=(stride, 4))
+    return ids

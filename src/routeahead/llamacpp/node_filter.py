@@ -1,0 +1,159 @@
+"""The native half of the eval callback.
+
+llama.cpp asks for every node of the graph whether it should stop there: hundreds of times a token.
+Asked in Python, that would take the GIL as often, and one busy thread beside it would make each
+take wait. So the question is answered here in machine code (numba), and Python runs only where
+there is something to decide:
+
+* after a layer's top-k was computed: its experts are known;
+* before a product over experts whose bytes are still being read;
+* for a trace, after the experts' outputs were weighted;
+* under route-ahead, after a gate product whose input does not survive until the top-k;
+* under dropping, after the last node of a layer's weights, which are final then.
+
+The filter is also the gate against the worst bug, a token computed from bytes that had not
+arrived: a product over experts whose ids are not those of the last top-k that Python has handled,
+or a Python call that did not come back, raises FAULT, and the graph stops at the next node.
+
+Under route-ahead it also proves that a gate's input can be read at the top-k: GATE is the gate
+matrix of the next layer; when its product is asked for, the input's address range is noted, and
+every later node of the layer that would write into that range sets DAMAGED. llama.cpp asks for all
+nodes up to a stop before it runs the first of them, so the proof is complete at the top-k.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import carray, types  # type: ignore[attr-defined]
+from numba.extending import intrinsic
+
+from routeahead.llamacpp import ggml
+
+# Words of the state that the filter and Python share. One thread runs both, in turn.
+CALLBACK = 0  # address of Python's entry
+PENDING = 1  # a layer's reads are in flight: Python wants to see its products
+ROUTED = 2  # address of the last top-k tensor that Python has handled
+ACK = 3  # set by Python as its last act; still 0 means that it was interrupted
+FAULT = 4  # the result of this graph is void; stop as soon as possible
+CALLS = 5  # calls into Python so far
+TRACING = 6  # somebody wants to see the weights of each routing
+GATE = 7  # address of the next layer's gate matrix tensor; 0: nobody wants its input
+GATE_INPUT = 8  # where that product's input begins; 0: the product has not been asked for
+GATE_END = 9  # and where it ends
+DAMAGED = 10  # a node after the product writes into it
+STOP_AT_GATE = 11  # stop after the gate product, because the top-k is too late
+WEIGHTS = 12  # name of the layer's last weights node, as many words as a name has; 0: not wanted
+WEIGHTS_MASK = 20  # masks what may stand behind the end of that name, word by word
+STATE_WORDS = 28
+
+_MUL, _MUL_MAT, _MUL_MAT_ID = (ggml.op_code(name) for name in ("MUL", "MUL_MAT", "MUL_MAT_ID"))
+_VIEW, _RESHAPE, _PERMUTE, _TRANSPOSE = (
+    ggml.op_code(name) for name in ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE")
+)
+_OP_WORD = ggml.Tensor.op.offset // 8
+_SRC_WORD = ggml.Tensor.src.offset // 8
+_IDS_WORD = _SRC_WORD + 2
+_NE_WORD, _NB_WORD = ggml.Tensor.ne.offset // 8, ggml.Tensor.nb.offset // 8
+_DATA_WORD = ggml.Tensor.data.offset // 8
+_NAME_WORD = ggml.Tensor.name.offset // 8
+TOPK_PREFIX = b"ffn_moe_topk-"
+_PREFIX = int.from_bytes(TOPK_PREFIX[:8], "little")
+_TOPK_TAIL = int.from_bytes(TOPK_PREFIX[8:], "little")
+_TOPK_MASK = (1 << 8 * len(TOPK_PREFIX[8:])) - 1
+_WEIGHTED = int.from_bytes(b"weighted", "little")
+NAME_WORDS = 8
+_TENSOR_WORDS = _NAME_WORD + NAME_WORDS
+
+
+@intrinsic
+def _call(_typing: Any, address: Any, tensor: Any, ask: Any) -> Any:
+    """Calls the C function `int8 (void *tensor, int8 ask)` at an address known at run time."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        byte, pointer = ir.IntType(8), ir.IntType(8).as_pointer()
+        function = ir.FunctionType(byte, [pointer, byte])
+        target = builder.inttoptr(arguments[0], function.as_pointer())
+        return builder.call(target, [arguments[1], arguments[2]])
+
+    return types.int8(types.int64, types.voidptr, types.int8), generate
+
+
+@intrinsic
+def _pointer(_typing: Any, address: Any) -> Any:
+    """An address as a pointer that `carray` takes."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@numba.njit
+def _end(words: Any) -> Any:
+    """One past the last byte of a tensor's data, wherever its rows lie."""
+    end = words[_DATA_WORD] + words[_NB_WORD]
+    for axis in range(ggml.MAX_DIMS):
+        end += (words[_NE_WORD + axis] - 1) * words[_NB_WORD + axis]
+    return end
+
+
+@numba.njit
+def _watch_gate(state: Any, words: Any, op: Any) -> Any:
+    """Asked for a node under route-ahead: whether to stop after it."""
+    if op == _MUL_MAT and words[_SRC_WORD] == state[GATE]:
+        source = carray(_pointer(words[_SRC_WORD + 1]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+        state[GATE_INPUT], state[GATE_END] = source[_DATA_WORD], _end(source)
+        state[DAMAGED] = 0
+        return state[STOP_AT_GATE] != 0
+    if state[GATE_INPUT] != 0:
+        view = op == _VIEW or op == _RESHAPE or op == _PERMUTE or op == _TRANSPOSE  # noqa: PLR1714
+        if not view and words[_DATA_WORD] < state[GATE_END] and _end(words) > state[GATE_INPUT]:
+            state[DAMAGED] = 1
+    return False
+
+
+@numba.njit
+def _ends_weights(state: Any, words: Any) -> Any:
+    """Whether this is the node whose name Python wrote into the state."""
+    for word in range(NAME_WORDS):
+        if words[_NAME_WORD + word] & state[WEIGHTS_MASK + word] != state[WEIGHTS + word]:
+            return False
+    return True
+
+
+@functools.cache
+def compiled() -> Any:
+    """The filter as a numba cfunc `bool (ggml_tensor *, bool ask, int64 *state)`."""
+
+    @numba.cfunc(types.boolean(types.voidptr, types.boolean, types.voidptr))
+    def graph_filter(tensor: Any, ask: Any, state_pointer: Any) -> Any:
+        state = carray(state_pointer, (STATE_WORDS,), dtype=np.int64)
+        if state[FAULT] != 0:
+            return ask  # asked: stop here; stopped: end the graph
+        words = carray(tensor, (_TENSOR_WORDS,), dtype=np.int64)
+        op, first, second = words[_OP_WORD] & 0xFFFFFFFF, words[_NAME_WORD], words[_NAME_WORD + 1]
+        if op == _MUL_MAT_ID:
+            if not ask:
+                return True  # the stop was for what comes next
+            if state[PENDING] == 0 and words[_IDS_WORD] == state[ROUTED]:
+                return False
+        elif ask:
+            topk = second & _TOPK_MASK == _TOPK_TAIL
+            weighted = state[TRACING] != 0 and op == _MUL and second == _WEIGHTED
+            at_gate = state[GATE] != 0 and _watch_gate(state, words, op)
+            weighed = state[WEIGHTS] != 0 and _ends_weights(state, words)
+            return at_gate or weighed or (first == _PREFIX and (topk or weighted))
+        state[ACK] = 0
+        state[CALLS] += 1
+        answer: Any = _call(state[CALLBACK], tensor, types.int8(ask))  # type: ignore[call-arg]
+        if state[ACK] == 0:
+            state[FAULT] = 1
+            return ask
+        return answer != 0
+
+    return graph_filter

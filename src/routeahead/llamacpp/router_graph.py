@@ -1,0 +1,115 @@
+"""Reads a model's selection rule off its own graph.
+
+Architectures differ in how they choose experts: what is applied to the router's logits, which
+biases, whether groups of experts compete first. All of it stands between the gate product and the
+top-k, as llama.cpp's `build_moe_ffn` builds it, so it is read there and not kept in a table of
+architectures. What is not understood is left to the router.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from routeahead.llamacpp import ggml
+from routeahead.routing.selection import Activation, SelectionRule
+
+_VIEWS = ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CONT")
+_ACTIVATIONS: dict[tuple[str, ...], Activation] = {
+    (): "none",
+    ("SOFT_MAX",): "softmax",
+    ("SIGMOID",): "sigmoid",
+    ("SOFTPLUS", "SQRT"): "sqrt_softplus",
+}
+_ONE = 0x3F800000  # 1.0 as float32
+
+
+@dataclass(frozen=True)
+class Router:
+    """How one layer chooses its experts.
+
+    Attributes:
+        gate: address of the gate matrix's tensor.
+        rule: what turns the gate's logits into a selection.
+    """
+
+    gate: int
+    rule: SelectionRule
+
+
+def read_router(topk: int) -> Router | None:
+    """The router above the top-k tensor at address `topk`; None where it is not understood."""
+    top = ggml.tensor_at(topk)
+    sort = strip_views(top)
+    if ggml.op_name(sort) != "ARGSORT":
+        return None
+    node, groups, groups_used = _groups(strip_views(ggml.tensor_at(sort.src[0])))
+    steps: list[str] = []  # from the logits on
+    biases: list[tuple[int, npt.NDArray[np.float32]]] = []  # (steps that follow it, values)
+    while (name := ggml.op_name(node)) != "MUL_MAT":
+        if name == "ADD":
+            bias = _bias(node, int(sort.ne[0]))
+            if bias is None:
+                return None
+            biases.append((len(steps), bias))
+        elif name in ("SOFT_MAX", "SIGMOID", "SOFTPLUS", "SQRT") and _is_plain(node):
+            steps.insert(0, name)
+        else:
+            return None
+        node = strip_views(ggml.tensor_at(node.src[0]))
+    activation = _ACTIVATIONS.get(tuple(steps))
+    gate, row = ggml.tensor_at(node.src[0]), ggml.tensor_at(node.src[1])
+    shape = (int(gate.ne[1]), gate.ne[2], gate.ne[3])
+    if activation is None or gate.op or row.type or shape != (int(sort.ne[0]), 1, 1):
+        return None
+    rule = SelectionRule(
+        top_k=int(top.ne[0]),
+        activation=activation,
+        gate_bias=_sum(bias for after, bias in biases if after == len(steps)),
+        selection_bias=_sum(bias for after, bias in biases if after < len(steps)),
+        groups=groups,
+        groups_used=groups_used,
+    )
+    return Router(int(node.src[0]), rule)
+
+
+def strip_views(node: ggml.Tensor) -> ggml.Tensor:
+    """The tensor that a view shows."""
+    while ggml.op_name(node) in _VIEWS:
+        node = ggml.tensor_at(node.src[0])
+    return node
+
+
+def _groups(node: ggml.Tensor) -> tuple[ggml.Tensor, int, int]:
+    """Skips the masking of groups: (scores before it, number of groups, groups that stay)."""
+    if ggml.op_name(node) != "SET_ROWS":
+        return node, 0, 0
+    # The rows of the winning groups (GET_ROWS of the scores) are set in a copy filled with -inf.
+    chosen = ggml.tensor_at(node.src[1])
+    rows = strip_views(ggml.tensor_at(node.src[0]))
+    return strip_views(ggml.tensor_at(rows.src[0])), int(node.ne[1]), int(chosen.ne[0])
+
+
+def _bias(node: ggml.Tensor, length: int) -> npt.NDArray[np.float32] | None:
+    """The weights that an ADD adds to every row, as a copy."""
+    bias = ggml.tensor_at(node.src[1])
+    if bias.op or bias.type or int(bias.ne[0]) != length or any(n != 1 for n in bias.ne[1:]):
+        return None
+    values = (ctypes.c_float * length).from_address(bias.data)
+    return np.array(values, np.float32)
+
+
+def _is_plain(node: ggml.Tensor) -> bool:
+    """A softmax may be scaled or masked, which no router of `build_moe_ffn` does."""
+    return ggml.op_name(node) != "SOFT_MAX" or (
+        node.op_params[0] == _ONE and node.op_params[1] == 0 and not node.src[1]
+    )
+
+
+def _sum(biases: Iterable[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32] | None:
+    found = list(biases)
+    return sum(found[1:], found[0]) if found else None

@@ -1,0 +1,221 @@
+"""Traces agree with the counters, with each other and with a reference cache; off costs nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.library import PROMPTS, Library, csv_rows, evaluate, token_batches
+from support.reference import Resident
+
+from routeahead import Llama, SettingsError
+from routeahead.replay.eviction import Policy
+from routeahead.replay.replay import replay
+from routeahead.telemetry.io_trace import read_io_trace, report
+from routeahead.telemetry.recorder import Outputs
+from routeahead.telemetry.route_trace import read_trace
+
+Load = Callable[..., Llama]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_io_trace_bytes_are_the_counters(load: Load, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"io.{suffix}"
+    llm = load("mixed", cache_mb=0, outputs=Outputs(io_trace=path))
+    for batches in PROMPTS:
+        evaluate(llm, batches)
+    prefill, decode, tokens = llm.counters.prefill, llm.counters.decode, llm.counters.decode.tokens
+    llm.close()
+    figures = report(read_io_trace(path))
+    assert figures.bytes_read == prefill.bytes_read + decode.bytes_read > 0
+    assert figures.reads == prefill.reads + decode.reads == figures.kinds["demand"]
+    assert figures.decode_bytes == decode.bytes_read
+    assert figures.decode_tokens >= tokens  # the second prompt lies between decoded tokens
+    assert 0 < figures.redundancy <= 1 and figures.early_again == 0
+    half = report(read_io_trace(path), tokens=10)
+    assert half.decode_tokens == 10 and 0 < half.decode_bytes < decode.bytes_read
+
+
+def test_early_reads_that_were_read_again_are_found() -> None:
+    columns = {
+        "step": np.array([0, 0, 0, 1]),
+        "phase": np.array(["decode"] * 4),
+        "kind": np.array(["committed", "demand", "demand", "demand"]),
+        "layer": np.array([3, 3, 3, 3]),
+        "expert": np.array([5, 5, 6, 5]),
+        "projection": np.array(["up"] * 4),
+        "bytes": np.array([10, 10, 10, 10]),
+        "latency_s": np.zeros(4),
+    }
+    found = report(columns)
+    assert found.early_again == 1
+    assert found.redundancy == 0.5  # expert 5 twice again, of four equal reads
+
+
+def test_csv_has_a_row_a_token_and_totals(load: Load, tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    llm = load("qwen3moe", cache_mb=0, outputs=Outputs(csv=path))
+    evaluate(llm, PROMPTS[0])
+    decode = llm.counters.decode
+    llm.close()
+    rows = csv_rows(path)
+    assert len(rows) == decode.tokens == len(PROMPTS[0]) - 1
+    for column in ("bytes_read", "reads", "hits", "misses"):
+        assert sum(int(row[column]) for row in rows) == getattr(decode, column)
+    for row in rows:
+        parts = sum(float(row[f"{part}_ms"]) for part in ("compute", "stall", "mgmt"))
+        assert float(row["wall_ms"]) == pytest.approx(parts, abs=0.01)
+    text = path.read_text()
+    assert "# cache_mb=0\n" in text and "# llama_cpp_python=" in text
+    totals = json.loads(text.rstrip().splitlines()[-1].removeprefix("# totals="))
+    assert totals["bytes_read"] == decode.bytes_read and totals["token"] == decode.tokens
+
+
+def reference_hits(path: Path, budget: int) -> tuple[int, int]:
+    """Decode hits and misses of an LRU cache by the trace's own rule, written independently."""
+    text = path.read_text().splitlines()
+    size = {
+        int(line.split("layer=")[1].split()[0]): int(line.split("expert_bytes=")[1].split()[0])
+        for line in text
+        if line.startswith("# layer=")
+    }
+    held: OrderedDict[tuple[int, int], int] = OrderedDict()
+    hits = misses = 0
+    batches: list[tuple[bool, int, list[int]]] = []
+    last = None
+    for row in csv_rows(path):
+        decode, layer = row["phase"] == "1", int(row["layer"])
+        key = (row["turn"], decode, row["step"] if decode else None, layer)
+        if key != last:
+            batches.append((decode, layer, []))
+        last = key
+        if int(row["expert"]) not in batches[-1][2]:
+            batches[-1][2].append(int(row["expert"]))
+    for decode, layer, experts in batches:
+        for expert in experts:
+            hit = (layer, expert) in held
+            hits, misses = hits + (decode and hit), misses + (decode and not hit)
+            held[layer, expert] = size[layer]
+            held.move_to_end((layer, expert))
+        while sum(held.values()) > budget:
+            held.popitem(last=False)
+    return hits, misses
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "mixed", "deepseek2", "gemma4"])
+@pytest.mark.parametrize("share", [0.1, 0.4, 1.0])
+def test_route_trace_replays_to_the_engines_own_hits(
+    load: Load, tmp_path: Path, name: str, share: float
+) -> None:
+    path = tmp_path / "route.csv"
+    llm = load(name, cache_mb=0, outputs=Outputs(route_trace=path))
+    assert llm.source
+    budget = llm.source.cache.budget = int(llm.layout.expert_bytes * share)
+    for batches in PROMPTS:
+        evaluate(llm, batches)
+    decode = llm.counters.decode
+    llm.close()
+    replayed = replay(read_trace(path), budget, Policy.LRU)
+    assert (replayed.hits, replayed.misses) == (decode.hits, decode.misses)
+    assert reference_hits(path, budget) == (decode.hits, decode.misses)
+    rows = csv_rows(path)
+    decoded = [row for row in rows if row["phase"] == "1"]
+    assert sum(1 - int(row["residency"]) for row in decoded) == decode.misses
+    assert all(row["expert"] == row["router_expert"] for row in rows)
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gpt-oss", "olmoe"])
+def test_route_trace_weights_are_the_graphs(load: Load, tmp_path: Path, name: str) -> None:
+    """Softmax routings: normalised weights sum to one, the others do not, all fall by slot."""
+    path = tmp_path / "route.csv"
+    llm = load(name, cache_mb=0, outputs=Outputs(route_trace=path))
+    evaluate(llm, PROMPTS[0])
+    k = llm.layout.n_expert_used
+    llm.close()
+    weights = np.array([float(row["weight"]) for row in csv_rows(path)]).reshape(-1, k)
+    assert np.isfinite(weights).all() and (np.diff(weights, axis=1) <= 1e-6).all()
+    sums = weights.sum(axis=1)
+    if name == "olmoe":  # not normalised
+        assert (sums < 0.999).all()
+    else:
+        np.testing.assert_allclose(sums, 1, atol=1e-5)
+
+
+def test_traces_change_nothing_and_off_costs_no_call(
+    load: Load, library: Library, tmp_path: Path
+) -> None:
+    plain = load("qwen3moe", cache_mb=64)
+    outputs = Outputs(tmp_path / "s.csv", tmp_path / "io.csv", tmp_path / "r.csv")
+    traced = load("qwen3moe", cache_mb=64, outputs=outputs)
+    for llm in (plain, traced):
+        for batches, expected in zip(PROMPTS, library.resident("qwen3moe"), strict=True):
+            np.testing.assert_array_equal(evaluate(llm, batches), expected)
+    # All is cached now: a token costs one call a layer, and one more a layer for the weights.
+    layers = len(plain.layout.moe_layers)
+    for llm, calls in ((plain, layers), (traced, 2 * layers)):
+        before = llm.stops
+        evaluate(llm, PROMPTS[1])
+        assert llm.stops - before == calls * len(PROMPTS[1])
+
+
+def test_forced_routing_follows_the_trace(load: Load, library: Library, tmp_path: Path) -> None:
+    """Replaying a run's own routing gives its logits; another run's routing gives its hits."""
+    first, second = tmp_path / "first.csv", tmp_path / "second.csv"
+    llm = load("qwen3moe", cache_mb=0, outputs=Outputs(route_trace=first))
+    logits = evaluate(llm, PROMPTS[0])
+    llm.close()
+
+    same = load("qwen3moe", cache_mb=0, replay_routing=first)
+    np.testing.assert_array_equal(evaluate(same, PROMPTS[0]), logits)
+
+    other = load("qwen3moe", cache_mb=0, replay_routing=first, outputs=Outputs(route_trace=second))
+    assert other.source
+    budget = other.source.cache.budget = other.layout.token_bytes() * 2
+    different = evaluate(other, token_batches(9))
+    assert not np.array_equal(different, logits)
+    decode = other.counters.decode
+    other.close()
+    recorded, replayed = csv_rows(first), csv_rows(second)
+    assert [r["expert"] for r in recorded] == [r["expert"] for r in replayed]
+    assert any(r["expert"] != r["router_expert"] for r in replayed)
+    assert {r["committed"] for r in replayed} == {"1"}
+    lru = replay(read_trace(first), budget, Policy.LRU)
+    assert (lru.hits, lru.misses) == (decode.hits, decode.misses)
+    with pytest.raises(SettingsError, match="the trace ends before position"):
+        same.eval([5])
+
+
+def test_forced_routing_of_another_model_is_refused(load: Load, tmp_path: Path) -> None:
+    path = tmp_path / "route.csv"
+    llm = load("mixtral", cache_mb=0, outputs=Outputs(route_trace=path))
+    evaluate(llm, PROMPTS[1])
+    llm.close()
+    with pytest.raises(SettingsError, match="takes 4 of 16: set n_expert_used"):
+        load("qwen3moe", cache_mb=0, replay_routing=path)
+
+
+def test_throttled_reads_share_the_bandwidth(load: Load) -> None:
+    """Counts time, but only against the lower bound that a throttle is."""
+    llm = load("qwen3moe", cache_mb=0, throttle=20, io_threads=4)
+    evaluate(llm, PROMPTS[1])
+    decode = llm.counters.decode
+    assert decode.wall_s >= decode.bytes_read / (20 << 20)
+
+
+def test_fewer_experts_is_another_model(load: Load, library: Library) -> None:
+    llm = load("qwen3moe", cache_mb=0, n_expert_used=3)
+    logits = evaluate(llm, PROMPTS[1])
+    assert not np.array_equal(logits, library.resident("qwen3moe")[1])
+    assert llm.counters.decode.misses == 3 * len(llm.layout.moe_layers) * (len(PROMPTS[1]) - 1)
+
+
+def test_reference_helper_is_deterministic(library: Library) -> None:
+    """Bit-equality is only worth something if the resident run repeats itself."""
+    model = Resident(library.path("qwen3moe"), threads=2)
+    for batches, expected in zip(PROMPTS, library.resident("qwen3moe"), strict=True):
+        np.testing.assert_array_equal(model.evaluate(batches), expected)
+    model.close()
