@@ -19,6 +19,7 @@ from support.library import (
     token_batches,
     with_budget,
 )
+from support.policies import weighed
 from support.readers import Delayed
 
 from routeahead import Llama, SettingsError
@@ -30,6 +31,12 @@ Load = Callable[..., Llama]
 Key = tuple[int, int]
 
 SHARE = 0.15  # of the experts fits in the cache
+
+
+def dropping(llm: Llama) -> DropCold:
+    drop = llm.policies.find(DropCold)
+    assert drop
+    return drop
 
 
 class Recorded:
@@ -69,10 +76,10 @@ def test_drops_by_share_and_computes_without(
         outputs=Outputs(route_trace=path),
     )
     logits = evaluate(llm, PROMPTS[0])
-    drop = llm.steering.drop
-    assert drop and 0 < drop.dropped < drop.routed
+    drop = dropping(llm)
+    assert 0 < drop.dropped < drop.slots
     top_k, layers = llm.layout.n_expert_used, len(llm.layout.moe_layers)
-    assert drop.routed == top_k * layers * (len(PROMPTS[0]) - 1)
+    assert drop.slots == top_k * layers * (len(PROMPTS[0]) - 1)
     llm.close()
     recorded, near = Recorded(path), 0
     for key in recorded.rows:
@@ -98,16 +105,16 @@ def test_an_inert_threshold_changes_nothing(load: Load, library: Library, name: 
     llm = with_budget(load, name, SHARE, drop_cold_experts=1e-9, poison=True)
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
-    assert llm.steering.drop and llm.steering.drop.dropped == 0 < llm.steering.drop.routed
+    assert dropping(llm).dropped == 0 < dropping(llm).slots
 
 
 def test_equals_below_the_mean_survive() -> None:
     """Rounded, three equal shares may each be below a third; the top one of them is kept."""
     for weight in np.random.default_rng(0).random(200, np.float32):
-        drop = DropCold(1.0, 3, renorm=False)
+        drop = DropCold(1.0 / 3)
         weights = np.full((1, 3), weight, np.float32)
-        dropped = drop.drop(0, np.array([[1, 2, 3]], np.int32), weights, lambda *_: False)
-        assert not dropped.all()
+        drop.weighted(weighed(np.array([[1, 2, 3]], np.int32), weights))
+        assert drop.dropped < 3
 
 
 @pytest.mark.filterwarnings("ignore:drop_cold_experts with")
@@ -117,7 +124,7 @@ def test_the_top_expert_survives(load: Load, name: str) -> None:
     llm = with_budget(load, name, SHARE, n_expert_used=1, drop_cold_experts=1.0, poison=True)
     plain = with_budget(load, name, SHARE, n_expert_used=1)
     np.testing.assert_array_equal(evaluate(llm, PROMPTS[0]), evaluate(plain, PROMPTS[0]))
-    assert llm.steering.drop and llm.steering.drop.dropped == 0
+    assert dropping(llm).dropped == 0
 
 
 @pytest.mark.filterwarnings("ignore:drop_cold_experts with")
@@ -142,26 +149,28 @@ def test_full_strength_touches_nothing_unread(
     for batches in PROMPTS:
         assert np.isfinite(evaluate(llm, batches)).all()
     assert llm.source and llm.source.cache.evictions > 0
-    assert llm.steering.drop and llm.steering.drop.dropped > 0
+    assert dropping(llm).dropped > 0
 
 
 def test_an_expert_that_one_row_keeps_is_kept_by_all() -> None:
-    drop = DropCold(1.0, 2, renorm=False, in_prefill=True)
+    drop = DropCold(1.0 / 2, in_prefill=True)
     ids = np.array([[1, 2], [3, 1]], np.int32)
     weights = np.array([[0.9, 0.1], [0.8, 0.2]], np.float32)
-    dropped = drop.drop(0, ids, weights, lambda layer, expert: False)
-    assert dropped.tolist() == [[False, True], [False, False]]  # row 0 reads expert 1 for itself
+    routing = weighed(ids, weights)
+    drop.weighted(routing)
+    assert routing.dropped is not None  # row 0 reads expert 1 for itself
+    assert routing.dropped.tolist() == [[False, True], [False, False]]
     assert ids.tolist() == [[1, 1], [3, 1]]
     assert weights.tolist() == [[np.float32(0.9), 0], [np.float32(0.8), np.float32(0.2)]]
 
 
 def test_survivors_get_the_mass() -> None:
-    drop = DropCold(1.0, 4, renorm=True)
+    drop = DropCold(1.0 / 4, renorm=True)
     ids, weights = np.array([[5, 6, 7, 8]], np.int32), np.array([[4, 3, 2, 1]], np.float32)
-    drop.drop(0, ids, weights, lambda layer, expert: expert == 7)
+    drop.weighted(weighed(ids, weights, resident={7}))
     assert ids.tolist() == [[5, 6, 7, 5]]
     np.testing.assert_allclose(weights, [[4 / 0.9, 3 / 0.9, 2 / 0.9, 0]], rtol=1e-6)
-    assert (drop.routed, drop.dropped) == (4, 1)
+    assert (drop.slots, drop.dropped) == (4, 1)
 
 
 def test_warns_where_every_expert_matters(load: Load) -> None:
@@ -192,7 +201,7 @@ def test_with_route_ahead(load: Load, name: str, compute: str) -> None:
             **settings,
         )
         results.append(np.concatenate([evaluate(llm, batches) for batches in PROMPTS]))
-        assert llm.steering.drop and llm.steering.drop.dropped > 0
+        assert dropping(llm).dropped > 0
         assert llm.source and llm.source.cache.protected == 0 and llm.source.prefetch.issued > 0
         assert llm.source.prefetch.useful == llm.source.prefetch.issued
     for other in results[1:]:
@@ -238,7 +247,7 @@ def test_what_will_be_dropped_is_not_read_early(load: Load, tmp_path: Path) -> N
         ({"drop_in_prefill": True}, "drop_in_prefill has no effect without drop_cold_experts"),
         ({"drop_renorm": True}, "drop_renorm has no effect without drop_cold_experts"),
         ({"predict_spec_max": 1}, "predict_spec_max has no effect without predict_prefetch"),
-        ({"gate_precision": "f16"}, "without route_ahead or predict_prefetch"),
+        ({"router_precision": "f16"}, "without route_ahead or predict_prefetch"),
         ({"predict_prefetch": True, "route_ahead_late": "pass"}, "has no effect without route_a"),
         ({"predict_prefetch": True, "predict_spec_max": 0, "cache_mb": 0}, "keeps nothing"),
         ({"expert_substitute": -1.0}, "expert_substitute is -1.0: give 0 to 1"),

@@ -20,6 +20,7 @@ from support.library import (
     token_batches,
     with_budget,
 )
+from support.policies import Reads, model, routing
 from support.readers import Delayed, Unruly, disk_error, interrupt
 from support.router_reference import Forced, Routers
 
@@ -27,9 +28,17 @@ from routeahead import Llama, ReadError
 from routeahead.experts.cache import ExpertCache
 from routeahead.experts.lanes import Read
 from routeahead.experts.reader import Reader
-from routeahead.policies.prefetch import TemporalPrefetch
-from routeahead.policies.probe import CONTROL, DEPTHS, HOTTEST, PREVIOUS, Probe, stale_gate
+from routeahead.policies.prefetch import PredictedPrefetch, TemporalPrefetch
+from routeahead.policies.probe import Probe
 from routeahead.policies.substitute import Substitute
+from routeahead.prediction.scores import (
+    CONTROL,
+    DEPTHS,
+    HOTTEST,
+    PREVIOUS,
+    PredictorScores,
+    stale_gate,
+)
 from routeahead.routing.policy import Routing
 from routeahead.telemetry.io_trace import read_io_trace, report
 from routeahead.telemetry.recorder import Outputs
@@ -92,7 +101,8 @@ def test_only_protecting_reads_nothing_early(load: Load, library: Library) -> No
     for batches, expected in zip(PROMPTS, library.resident("olmoe"), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
     assert llm.source and llm.source.prefetch.issued == 0 == llm.source.lanes.early_bytes
-    assert llm.steering.predicted and llm.steering.predicted.slots > 0
+    predicted = llm.policies.find(PredictedPrefetch)
+    assert predicted and predicted.slots > 0
 
 
 def test_a_demand_load_cancels_guesses(load: Load, tmp_path: Path) -> None:
@@ -247,8 +257,9 @@ def test_the_probe_reproduces_every_routing(load: Load, library: Library, name: 
     llm = load(name, cache_mb=8, predict_log=True)
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
-    assert llm.steering.probe
-    probe, layers = llm.steering.probe.probe, llm.layout.moe_layers
+    found = llm.policies.find(Probe)
+    assert found
+    probe, layers = found.scores, llm.layout.moe_layers
     tokens = sum(len(batches) - 1 for batches in PROMPTS)
     assert probe.sound
     for layer in layers:
@@ -266,7 +277,7 @@ def test_the_probe_reproduces_every_routing(load: Load, library: Library, name: 
 
 
 def test_a_probe_that_is_off_says_so() -> None:
-    probe = Probe([0], n_expert=4)
+    probe = PredictorScores([0], n_expert=4)
     probe.begin()
     probe.predict(CONTROL, 0, np.array([1, 2], np.int32))
     probe.routed(0, np.array([[1, 3]], np.int32), score=True)
@@ -275,13 +286,14 @@ def test_a_probe_that_is_off_says_so() -> None:
 
 
 def test_temporal_guesses_the_last_token() -> None:
-    prefetch = TemporalPrefetch([1, 3, 4], depth=2)
-    assert list(prefetch.guesses(1)) == []
-    prefetch.routed(3, np.array([[7, 8], [5, 6]], np.int32))
-    prefetch.routed(4, np.array([[2, 1]], np.int32))
-    assert list(prefetch.guesses(1)) == [(3, [5, 6]), (4, [2, 1])]
-    assert list(prefetch.guesses(3)) == [(4, [2, 1])]
-    assert list(prefetch.guesses(4)) == []
+    prefetch, reads = TemporalPrefetch(depth=2), Reads()
+    prefetch.bind(model([1, 3, 4], reads=reads))
+    for layer, rows in ((1, [[0, 9]]), (3, [[7, 8], [5, 6]]), (4, [[2, 1]])):
+        prefetch.issued(routing(layer, np.array(rows, np.int32), phase="prefill"))
+    assert reads.asked == []
+    for layer in (1, 3, 4):
+        prefetch.issued(routing(layer, np.array([[3, 4]], np.int32)))
+    assert reads.asked == [("guess", 3, [5, 6]), ("guess", 4, [2, 1]), ("guess", 4, [2, 1])]
 
 
 # --- substitution ---
@@ -292,15 +304,8 @@ def substituted(
 ) -> tuple[list[int], int]:
     row = np.array([ids], np.int32)
     policy = Substitute(margin)
-    routing = Routing(
-        "decode",
-        0,
-        np.arange(1),
-        row,
-        lambda: np.array([scores], np.float32),
-        lambda layer, expert: expert in resident,
-    )
-    policy.commit(routing)
+    ranked = np.array([scores], np.float32)
+    policy.routed(routing(0, row, reads=Reads(resident), scores=lambda: ranked))
     return row[0].tolist(), policy.substituted
 
 
@@ -319,7 +324,8 @@ def test_an_inert_margin_changes_nothing(load: Load, library: Library, name: str
     llm = with_budget(load, name, 0.15, expert_substitute=1e-9, poison=True)
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
-    assert llm.steering.substitute and llm.steering.substitute.substituted == 0
+    policy = llm.policies.find(Substitute)
+    assert policy and policy.substituted == 0
 
 
 @pytest.mark.parametrize("name", models.FIXTURES)
@@ -333,22 +339,22 @@ def test_substitution_is_the_references(
         load, name, 0.3, expert_substitute=margin, poison=True, outputs=Outputs(route_trace=path)
     )
     held: dict[tuple[int, int], set[int]] = {}
-    source = llm.source
-    assert source and llm.steering.substitute
-    commit = llm.steering.substitute.commit
+    source, policy = llm.source, llm.policies.find(Substitute)
+    assert source and policy
+    routed = policy.routed
 
-    def commit_and_note(routing: Routing) -> bool:
+    def note_and_choose(routing: Routing) -> None:
         if routing.phase == "decode":
             position = int(routing.positions[0])
             experts = range(llm.layout.n_expert)
             held[position, routing.layer] = {
                 e for e in experts if (routing.layer, e) in source.cache
             }
-        return commit(routing)
+        routed(routing)
 
-    llm.steering.substitute.commit = commit_and_note  # type: ignore[method-assign]
+    policy.routed = note_and_choose  # type: ignore[method-assign]
     logits = evaluate(llm, PROMPTS[0])
-    seen = llm.steering.substitute.substituted
+    seen = policy.substituted
     llm.close()
     ids: dict[tuple[int, int], list[int]] = {}
     own: dict[tuple[int, int], list[int]] = {}
