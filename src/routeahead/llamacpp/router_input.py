@@ -54,7 +54,7 @@ class RouterInput:
         """The router product was computed, and its input is intact."""
         hidden = ggml.tensor_at(product.src[1])
         one = hidden.ne[1] == 1
-        self._copy = _hidden(int(hidden.data), int(hidden.ne[0])).copy() if one else None
+        self._copy = _hidden(int(hidden.data), int(hidden.ne[0]), copied=True) if one else None
 
     def at_topk(self, layer: int, topk: int) -> Floats | None:
         """The hidden vector (width,) at the top-k of `layer`, at address `topk`.
@@ -88,8 +88,9 @@ class RouterInput:
         state[STOP_AT_ROUTER] = layer in self.damaged or layer not in self._proven
 
 
-def _hidden(address: int, width: int) -> Floats:
+def _hidden(address: int, width: int, *, copied: bool = False) -> Floats:
     memory: Any = (ctypes.c_float * width).from_address(address)
     hidden: Floats = np.frombuffer(memory, np.float32)
+    hidden = hidden.copy() if copied else hidden
     hidden.flags.writeable = False  # it is the graph's
     return hidden
