@@ -22,7 +22,6 @@ from support.library import (
 from support.readers import Delayed
 
 from routeahead import Llama, SettingsError
-from routeahead.policies.drop import DropCold
 from routeahead.telemetry.io_trace import read_io_trace, report
 from routeahead.telemetry.recorder import Outputs
 
@@ -101,15 +100,6 @@ def test_an_inert_threshold_changes_nothing(load: Load, library: Library, name: 
     assert llm.steering.drop and llm.steering.drop.dropped == 0 < llm.steering.drop.routed
 
 
-def test_equals_below_the_mean_survive() -> None:
-    """Rounded, three equal shares may each be below a third; the top one of them is kept."""
-    for weight in np.random.default_rng(0).random(200, np.float32):
-        drop = DropCold(1.0, 3, renorm=False)
-        weights = np.full((1, 3), weight, np.float32)
-        dropped = drop.drop(0, np.array([[1, 2, 3]], np.int32), weights, lambda *_: False)
-        assert not dropped.all()
-
-
 @pytest.mark.filterwarnings("ignore:drop_cold_experts with")
 @pytest.mark.parametrize("name", ["qwen3moe", "deepseek2", "gpt-oss"])
 def test_the_top_expert_survives(load: Load, name: str) -> None:
@@ -143,25 +133,6 @@ def test_full_strength_touches_nothing_unread(
         assert np.isfinite(evaluate(llm, batches)).all()
     assert llm.source and llm.source.cache.evictions > 0
     assert llm.steering.drop and llm.steering.drop.dropped > 0
-
-
-def test_an_expert_that_one_row_keeps_is_kept_by_all() -> None:
-    drop = DropCold(1.0, 2, renorm=False, in_prefill=True)
-    ids = np.array([[1, 2], [3, 1]], np.int32)
-    weights = np.array([[0.9, 0.1], [0.8, 0.2]], np.float32)
-    dropped = drop.drop(0, ids, weights, lambda layer, expert: False)
-    assert dropped.tolist() == [[False, True], [False, False]]  # row 0 reads expert 1 for itself
-    assert ids.tolist() == [[1, 1], [3, 1]]
-    assert weights.tolist() == [[np.float32(0.9), 0], [np.float32(0.8), np.float32(0.2)]]
-
-
-def test_survivors_get_the_mass() -> None:
-    drop = DropCold(1.0, 4, renorm=True)
-    ids, weights = np.array([[5, 6, 7, 8]], np.int32), np.array([[4, 3, 2, 1]], np.float32)
-    drop.drop(0, ids, weights, lambda layer, expert: expert == 7)
-    assert ids.tolist() == [[5, 6, 7, 5]]
-    np.testing.assert_allclose(weights, [[4 / 0.9, 3 / 0.9, 2 / 0.9, 0]], rtol=1e-6)
-    assert (drop.routed, drop.dropped) == (4, 1)
 
 
 def test_warns_where_every_expert_matters(load: Load) -> None:
