@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 
 def combined(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """The full product: parameter → value, in order."""
@@ -26,3 +28,12 @@ def pairwise(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         chosen.append(everything[best])
         missing -= pairs[best]
     return chosen
+
+
+def daily_pairs(**values: Sequence[Any]) -> list[Any]:
+    """The full product for `parametrize`; what `pairwise` leaves out is marked slow."""
+    daily = pairwise(values)
+    return [
+        pytest.param(*one.values(), marks=() if one in daily else pytest.mark.slow)
+        for one in combined(values)
+    ]
