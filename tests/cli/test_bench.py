@@ -176,6 +176,7 @@ def test_streamed_resident_mapped_and_delayed(model: Path) -> None:
     assert len(runs["mmap"].report["decode_steps"]["wall_s"]) == 6
 
 
+@pytest.mark.xdist_group("machine")
 def test_memory_limit_holds(model: Path, program: str) -> None:
     limit = 64 * MIB
     try:

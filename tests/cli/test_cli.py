@@ -159,6 +159,7 @@ def test_policies_report_what_they_did(run: Reporting, flags: str, key: str, lin
         assert 0 < report[key]["dropped"] < report[key]["routed"]
 
 
+@pytest.mark.fast
 def test_text_goes_to_stdout_alone(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     done = process("run", "-p", "Once", "-n", 8, "-t", 1, "--report", path)
@@ -277,6 +278,7 @@ FILES: list[tuple[Callable[[Path, Library], Path], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("make", "words"), FILES)
 def test_unusable_file(
     command: Command,
@@ -289,6 +291,7 @@ def test_unusable_file(
     assert_one_line_error(command("run", path, "-p", "x"), str(tmp_path), *words)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -352,6 +355,7 @@ def test_bytes_that_are_no_text_are_a_prompt_too(command: Command) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.xdist_group("machine")
 def test_interrupt_still_writes_the_report(run: Reporting, tmp_path: Path) -> None:
     two_tokens = run("-p", "Once", "-n", 2)[0]["text"]
     report = tmp_path / "report.json"

@@ -91,6 +91,7 @@ def test_drops_by_share_and_computes_without(
     assert not np.array_equal(logits, library.resident(name)[0])
 
 
+@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:drop_cold_experts with")
 @pytest.mark.parametrize("name", models.FIXTURES)
 def test_an_inert_threshold_changes_nothing(load: Load, library: Library, name: str) -> None:

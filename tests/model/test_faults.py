@@ -27,6 +27,8 @@ from routeahead.llamacpp.eval_callback import GraphHook
 Load = Callable[..., Llama]
 NAME = "qwen3moe"
 
+pytestmark = pytest.mark.fast
+
 
 class Fault(Exception):
     pass

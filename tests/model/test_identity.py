@@ -46,7 +46,8 @@ WHOLE = ["gemma4", "gpt-oss", "deepseek2-grouped"]
 
 
 def cells() -> Iterator[Any]:
-    """Every cell of every model, those left to `make test-slow` marked."""
+    """Every cell of every model, with the marks of those left to `make test-slow` and of those that
+    `make test-fast` runs."""
     for name in MODELS:
         for cell in combined(CELL):
             plain_file = cell["shards"] == 1 and cell["direct"]
@@ -54,7 +55,8 @@ def cells() -> Iterator[Any]:
             overlap, direct = cell["overlap"], cell["direct"]
             words = [cell["cache"], "overlap" if overlap else "serial", f"{cell['lanes']}lanes"]
             words += [f"{cell['shards']}files", "direct" if direct else "buffered"]
-            marks = () if daily else pytest.mark.slow
+            fast = [pytest.mark.fast] if name in WHOLE and cell in PAIRWISE else []
+            marks = fast if daily else [pytest.mark.slow]
             yield pytest.param(name, *cell.values(), id="-".join([name, *words]), marks=marks)
 
 
@@ -127,6 +129,7 @@ def test_same_logits_another_way(load: Load, library: Library, name: str, variat
     assert llm.counters.decode.misses > 0 and llm.source.cache.evictions > 0
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("forgotten", ["gate", "up", "down", None])
 def test_a_missing_wait_is_seen(
     load: Load, library: Library, monkeypatch: pytest.MonkeyPatch, forgotten: str | None

@@ -58,6 +58,7 @@ def test_prefetchers_change_nothing(
     assert source.lanes.early_bytes > 0 and source.cache.protected == 0
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_cache_holds_what_it_would_without(load: Load, depth: int) -> None:
     """A guess evicts nothing: hits and misses are those of the plain stream."""

@@ -120,6 +120,7 @@ def assert_follows_reference(
     return len(committed), ties
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("name", models.FIXTURES)
 def test_committed_routing_is_the_references(

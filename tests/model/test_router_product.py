@@ -13,6 +13,8 @@ from routeahead import SettingsError
 from routeahead.llamacpp import ggml
 from routeahead.llamacpp.router_product import Gate, Precision
 
+pytestmark = pytest.mark.fast
+
 
 def matrix(kind: str, values: npt.NDArray[np.float32]) -> tuple[ggml.Tensor, npt.NDArray[np.uint8]]:
     """A tensor struct over `values` stored as `kind`, and its memory."""

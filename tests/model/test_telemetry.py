@@ -21,6 +21,8 @@ from routeahead.telemetry.route_trace import read_trace
 
 Load = Callable[..., Llama]
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_io_trace_bytes_are_the_counters(load: Load, tmp_path: Path, suffix: str) -> None:
