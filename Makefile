@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint test-slow measurements embedded-model second-model clean
+.PHONY: demo test test-fast lint test-slow measurements embedded-model second-model clean
 
 # llama-cpp-python is compiled here (a C++ compiler and CMake are needed, a few minutes the first time).
 $(VENV)/installed: pyproject.toml
@@ -29,8 +29,17 @@ demo: $(VENV)/installed
 	@echo "moe-route-ahead: how many selections were committed early, and how often the router agreed."
 	@echo "moe-prefetch: what was read early, and how much of it was then used."
 
+# Two workers: many tests wait for disks and processes. Those of the group "machine" share one.
+PYTEST = $(BIN)/python -m pytest --durations=20
+TEST_WORKERS ?= 2
+
 test: $(VENV)/installed lint
-	$(BIN)/python -m pytest
+	$(PYTEST) -n $(TEST_WORKERS) --dist loadgroup
+
+# Unit tests, in a process that never loads llama.cpp, and some of each kind of the others.
+test-fast: $(VENV)/installed
+	$(PYTEST) tests/unit
+	$(PYTEST) tests/model tests/cli -m fast -n $(TEST_WORKERS) --dist loadgroup
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -38,7 +47,7 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -m slow --timeout 0
+	$(PYTEST) -m slow --timeout 0
 
 # Everything that docs/measurements.md says, measured anew here (half an hour; what is in build/ already
 # is not measured again).

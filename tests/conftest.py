@@ -1,14 +1,20 @@
-"""Fixtures that every test may use."""
+"""Fixtures that every test may use.
+
+llama.cpp is imported by the fixtures that need it: the tests in `unit` run without it.
+"""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from support.library import CONTEXT, THREADS, Library
 
-from routeahead import Llama
+if TYPE_CHECKING:
+    from support.library import Library
+
+    from routeahead import Llama
 
 # A shell ignores SIGINT for what it starts in the background, and children inherit that; the tests
 # that interrupt a run need it to arrive.
@@ -17,12 +23,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    from support.library import Library
+
     return Library(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
-def load(library: Library) -> Callable[..., Llama]:
+def load(library: Library) -> Iterator[Callable[..., Llama]]:
     """Loads a fixture model with streaming settings; closed when the test ends."""
+    from support.library import CONTEXT, THREADS
+
+    from routeahead import Llama
+
     opened: list[Llama] = []
 
     def open_model(name: str, *, shards: int = 1, **settings: object) -> Llama:

@@ -19,7 +19,6 @@ from support.library import (
     token_batches,
     with_budget,
 )
-from support.policies import weighed
 from support.readers import Delayed
 
 from routeahead import Llama, SettingsError
@@ -99,6 +98,7 @@ def test_drops_by_share_and_computes_without(
     assert not np.array_equal(logits, library.resident(name)[0])
 
 
+@pytest.mark.fast
 @pytest.mark.filterwarnings("ignore:drop_cold_experts with")
 @pytest.mark.parametrize("name", models.FIXTURES)
 def test_an_inert_threshold_changes_nothing(load: Load, library: Library, name: str) -> None:
@@ -106,15 +106,6 @@ def test_an_inert_threshold_changes_nothing(load: Load, library: Library, name: 
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
     assert dropping(llm).dropped == 0 < dropping(llm).slots
-
-
-def test_equals_below_the_mean_survive() -> None:
-    """Rounded, three equal shares may each be below a third; the top one of them is kept."""
-    for weight in np.random.default_rng(0).random(200, np.float32):
-        drop = DropCold(1.0 / 3)
-        weights = np.full((1, 3), weight, np.float32)
-        drop.weighted(weighed(np.array([[1, 2, 3]], np.int32), weights))
-        assert drop.dropped < 3
 
 
 @pytest.mark.filterwarnings("ignore:drop_cold_experts with")
@@ -150,27 +141,6 @@ def test_full_strength_touches_nothing_unread(
         assert np.isfinite(evaluate(llm, batches)).all()
     assert llm.source and llm.source.cache.evictions > 0
     assert dropping(llm).dropped > 0
-
-
-def test_an_expert_that_one_row_keeps_is_kept_by_all() -> None:
-    drop = DropCold(1.0 / 2, in_prefill=True)
-    ids = np.array([[1, 2], [3, 1]], np.int32)
-    weights = np.array([[0.9, 0.1], [0.8, 0.2]], np.float32)
-    routing = weighed(ids, weights)
-    drop.weighted(routing)
-    assert routing.dropped is not None  # row 0 reads expert 1 for itself
-    assert routing.dropped.tolist() == [[False, True], [False, False]]
-    assert ids.tolist() == [[1, 1], [3, 1]]
-    assert weights.tolist() == [[np.float32(0.9), 0], [np.float32(0.8), np.float32(0.2)]]
-
-
-def test_survivors_get_the_mass() -> None:
-    drop = DropCold(1.0 / 4, renorm=True)
-    ids, weights = np.array([[5, 6, 7, 8]], np.int32), np.array([[4, 3, 2, 1]], np.float32)
-    drop.weighted(weighed(ids, weights, resident={7}))
-    assert ids.tolist() == [[5, 6, 7, 5]]
-    np.testing.assert_allclose(weights, [[4 / 0.9, 3 / 0.9, 2 / 0.9, 0]], rtol=1e-6)
-    assert (drop.slots, drop.dropped) == (4, 1)
 
 
 def test_warns_where_every_expert_matters(load: Load) -> None:

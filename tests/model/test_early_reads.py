@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.library import Library, evaluate, token_batches, with_budget
+from support.pairwise import daily_pairs
 from support.readers import Failing, Unruly, disk_error, interrupt
 
 from routeahead import Llama, ReadError
@@ -23,9 +24,10 @@ Load = Callable[..., Llama]
 Logits = npt.NDArray[np.float32]
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("name", ["qwen3moe", "olmoe", "gemma4"])
+@pytest.mark.parametrize(
+    ("name", "depth", "overlap"),
+    daily_pairs(name=["qwen3moe", "olmoe", "gemma4"], depth=[1, 2, 4], overlap=[True, False]),
+)
 def test_same_bytes_as_without(
     load: Load, tmp_path: Path, name: str, depth: int, overlap: bool
 ) -> None:
@@ -156,7 +158,7 @@ def run_schedules(load: Load, folder: Path, models: int, each: int) -> None:
 
 
 def test_randomised_schedules(load: Load, tmp_path: Path) -> None:
-    run_schedules(load, tmp_path, models=12, each=18)  # 216
+    run_schedules(load, tmp_path, models=6, each=18)  # 108
 
 
 @pytest.mark.slow

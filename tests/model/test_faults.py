@@ -27,6 +27,8 @@ from routeahead.llamacpp.eval_callback import EvalCallback
 Load = Callable[..., Llama]
 NAME = "qwen3moe"
 
+pytestmark = pytest.mark.fast
+
 
 class Fault(Exception):
     pass

@@ -6,13 +6,15 @@ it did what its name says.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support import models
 from support.library import PROMPTS, Library, csv_rows, evaluate
+from support.pairwise import combined, pairwise
 from support.readers import Delayed
 
 from routeahead import Llama
@@ -29,14 +31,56 @@ def assert_same(llm: Llama, library: Library, name: str) -> None:
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 4])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-@pytest.mark.parametrize("cache", ["none", "evicting", "full"])
-@pytest.mark.parametrize("name", MODELS)
+CELL = {
+    "cache": ["none", "evicting", "full"],
+    "overlap": [True, False],
+    "lanes": [1, 2, 4],
+    "shards": [1, 4],
+    "direct": [True, False],
+}
+PAIRWISE = pairwise(CELL)
+# The architectures that ask most different things of the stream: one product for two projections,
+# and a scale for each expert; biases that follow the ids, and MXFP4; a layer without experts, a
+# shared expert and groups. Of these, every combination of cache, overlap and lanes.
+WHOLE = ["gemma4", "gpt-oss", "deepseek2-grouped"]
+
+
+def cells() -> Iterator[Any]:
+    """Every cell of every model, with the marks of those left to `make test-slow` and of those that
+    `make test-fast` runs."""
+    for name in MODELS:
+        for cell in combined(CELL):
+            plain_file = cell["shards"] == 1 and cell["direct"]
+            daily = cell in PAIRWISE or (name in WHOLE and plain_file)
+            overlap, direct = cell["overlap"], cell["direct"]
+            words = [cell["cache"], "overlap" if overlap else "serial", f"{cell['lanes']}lanes"]
+            words += [f"{cell['shards']}files", "direct" if direct else "buffered"]
+            fast = [pytest.mark.fast] if name in WHOLE and cell in PAIRWISE else []
+            marks = fast if daily else [pytest.mark.slow]
+            yield pytest.param(name, *cell.values(), id="-".join([name, *words]), marks=marks)
+
+
+@pytest.mark.parametrize(("name", *CELL), list(cells()))
 def test_same_logits(
-    load: Load, library: Library, name: str, cache: str, overlap: bool, lanes: int
+    load: Load,
+    library: Library,
+    name: str,
+    cache: str,
+    overlap: bool,
+    lanes: int,
+    shards: int,
+    direct: bool,
 ) -> None:
-    llm = load(name, cache_mb=0, overlap=overlap, io_threads=lanes, poison=cache == "evicting")
+    llm = load(
+        name,
+        shards=shards,
+        cache_mb=0,
+        overlap=overlap,
+        io_threads=lanes,
+        direct_io=direct,
+        poison=cache == "evicting",
+    )
+    assert llm.direct_io == direct and len(llm.layout.shards) == shards
     source = llm.source
     assert source
     layout = llm.layout
@@ -68,9 +112,6 @@ def test_same_logits(
 
 
 VARIATIONS: dict[str, dict[str, object]] = {
-    "shards": {"shards": 4},
-    "shards-buffered": {"shards": 4, "direct_io": False},
-    "buffered": {"direct_io": False},
     "mapped-dense": {"dense": "mmap", "poison": True},
     "delayed": {"wrap_reader": Delayed, "poison": True},
     "delayed-lanes": {"wrap_reader": Delayed, "io_threads": 4},
@@ -86,10 +127,9 @@ def test_same_logits_another_way(load: Load, library: Library, name: str, variat
     llm.source.cache.budget = llm.layout.token_bytes()
     assert_same(llm, library, name)
     assert llm.counters.decode.misses > 0 and llm.source.cache.evictions > 0
-    assert llm.direct_io == VARIATIONS[variation].get("direct_io", True)
-    assert len(llm.layout.shards) == VARIATIONS[variation].get("shards", 1)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("forgotten", ["gate", "up", "down", None])
 def test_a_missing_wait_is_seen(
     load: Load, library: Library, monkeypatch: pytest.MonkeyPatch, forgotten: str | None

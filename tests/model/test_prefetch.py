@@ -20,15 +20,13 @@ from support.library import (
     token_batches,
     with_budget,
 )
-from support.policies import Reads, model, routing
 from support.readers import Delayed, Unruly, disk_error, interrupt
 from support.router_reference import Forced, Routers
 
 from routeahead import Llama, ReadError
-from routeahead.experts.cache import ExpertCache
 from routeahead.experts.lanes import Read
 from routeahead.experts.reader import Reader
-from routeahead.policies.prefetch import PredictedPrefetch, TemporalPrefetch
+from routeahead.policies.prefetch import PredictedPrefetch
 from routeahead.policies.probe import Probe
 from routeahead.policies.substitute import Substitute
 from routeahead.prediction.scores import (
@@ -36,7 +34,6 @@ from routeahead.prediction.scores import (
     DEPTHS,
     HOTTEST,
     PREVIOUS,
-    PredictorScores,
     stale_gate,
 )
 from routeahead.routing.policy import Routing
@@ -70,6 +67,7 @@ def test_prefetchers_change_nothing(
     assert source.lanes.early_bytes > 0 and source.cache.protected == 0
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_cache_holds_what_it_would_without(load: Load, depth: int) -> None:
     """A guess evicts nothing: hits and misses are those of the plain stream."""
@@ -81,19 +79,6 @@ def test_the_cache_holds_what_it_would_without(load: Load, depth: int) -> None:
         assert llm.source
         counts.append((llm.source.cache.hits, llm.source.cache.misses))
     assert counts[0] == counts[1]
-
-
-def test_what_was_predicted_stays() -> None:
-    """Of a later layer, until the batch after its own; what is absent is not admitted."""
-    cache = ExpertCache(3, {0: 1, 1: 1, 2: 1})
-    cache.lookup(1, [0, 1])
-    cache.lookup(0, [5])
-    cache.protect(1, [0, 7])
-    assert cache.protected == 1 and len(cache) == 3
-    assert cache.lookup(2, [6]).victims == [(1, 1)]  # 0 is older
-    cache.lookup(1, [9])
-    assert (1, 0) in cache
-    assert (1, 0) in cache.lookup(2, [4, 5]).victims
 
 
 def test_only_protecting_reads_nothing_early(load: Load, library: Library) -> None:
@@ -276,47 +261,7 @@ def test_the_probe_reproduces_every_routing(load: Load, library: Library, name: 
     assert probe.total(PREVIOUS).slots > 0 and probe.total(HOTTEST).slots > 0
 
 
-def test_a_probe_that_is_off_says_so() -> None:
-    probe = PredictorScores([0], n_expert=4)
-    probe.begin()
-    probe.predict(CONTROL, 0, np.array([1, 2], np.int32))
-    probe.routed(0, np.array([[1, 3]], np.int32), score=True)
-    assert not probe.sound and probe.total(CONTROL).overlap == 0.5
-    assert probe.total(CONTROL).accuracy == 0.0
-
-
-def test_temporal_guesses_the_last_token() -> None:
-    prefetch, reads = TemporalPrefetch(depth=2), Reads()
-    prefetch.bind(model([1, 3, 4], reads=reads))
-    for layer, rows in ((1, [[0, 9]]), (3, [[7, 8], [5, 6]]), (4, [[2, 1]])):
-        prefetch.issued(routing(layer, np.array(rows, np.int32), phase="prefill"))
-    assert reads.asked == []
-    for layer in (1, 3, 4):
-        prefetch.issued(routing(layer, np.array([[3, 4]], np.int32)))
-    assert reads.asked == [("guess", 3, [5, 6]), ("guess", 4, [2, 1]), ("guess", 4, [2, 1])]
-
-
 # --- substitution ---
-
-
-def substituted(
-    ids: list[int], scores: list[float], resident: set[int], margin: float
-) -> tuple[list[int], int]:
-    row = np.array([ids], np.int32)
-    policy = Substitute(margin)
-    ranked = np.array([scores], np.float32)
-    policy.routed(routing(0, row, reads=Reads(resident), scores=lambda: ranked))
-    return row[0].tolist(), policy.substituted
-
-
-def test_a_near_tie_goes_to_the_resident_expert() -> None:
-    scores = [0.0, 1.0, 0.9, 0.5, 0.45]
-    assert substituted([1, 2, 3], scores, {4}, 0.04) == ([1, 2, 3], 0)
-    assert substituted([1, 2, 3], scores, {4}, 0.06) == ([1, 2, 4], 1)
-    assert substituted([1, 2, 3], scores, {4, 3}, 0.06) == ([1, 2, 3], 0)
-    assert substituted([1, 2, 3], scores, {0, 4}, 1.0) == ([4, 0, 1], 2)  # equals: the lower id
-    lost = [-np.inf, 1.0, 0.9, 0.5, 0.45]  # a group that is out stays out
-    assert substituted([1, 2, 3], lost, {0}, 1.0) == ([1, 2, 3], 0)
 
 
 @pytest.mark.parametrize("name", models.FIXTURES)

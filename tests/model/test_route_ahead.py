@@ -125,6 +125,7 @@ def assert_follows_reference(
     return len(committed), ties
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("name", models.FIXTURES)
 def test_committed_routing_is_the_references(
@@ -158,8 +159,17 @@ SETTINGS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("compute", ["inline", "worker"])
-@pytest.mark.parametrize("name", ["qwen3moe", "gemma4", "deepseek2-grouped"])
+@pytest.mark.parametrize(
+    ("name", "compute"),
+    [
+        ("qwen3moe", "inline"),
+        ("qwen3moe", "worker"),
+        ("gemma4", "worker"),
+        ("deepseek2-grouped", "worker"),
+        pytest.param("gemma4", "inline", marks=pytest.mark.slow),
+        pytest.param("deepseek2-grouped", "inline", marks=pytest.mark.slow),
+    ],
+)
 def test_output_depends_on_the_hidden_states_alone(load: Load, name: str, compute: str) -> None:
     outputs, reads = set(), []
     for settings in SETTINGS:

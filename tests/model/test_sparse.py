@@ -93,6 +93,7 @@ print(llm.layout.file_bytes, llm.layout.dense_bytes, loaded, peak_rss_bytes(),
 """
 
 
+@pytest.mark.xdist_group("machine")
 def test_a_file_of_many_times_the_memory_loads(tmp_path: Path) -> None:
     path = tmp_path / "sparse.gguf"
     try:

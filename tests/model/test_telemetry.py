@@ -21,6 +21,8 @@ from routeahead.telemetry.route_trace import read_trace
 
 Load = Callable[..., Llama]
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_io_trace_bytes_are_the_counters(load: Load, tmp_path: Path, suffix: str) -> None:
@@ -38,22 +40,6 @@ def test_io_trace_bytes_are_the_counters(load: Load, tmp_path: Path, suffix: str
     assert 0 < figures.redundancy <= 1 and figures.early_again == 0
     half = report(read_io_trace(path), tokens=10)
     assert half.decode_tokens == 10 and 0 < half.decode_bytes < decode.bytes_read
-
-
-def test_early_reads_that_were_read_again_are_found() -> None:
-    columns = {
-        "step": np.array([0, 0, 0, 1]),
-        "phase": np.array(["decode"] * 4),
-        "kind": np.array(["committed", "demand", "demand", "demand"]),
-        "layer": np.array([3, 3, 3, 3]),
-        "expert": np.array([5, 5, 6, 5]),
-        "projection": np.array(["up"] * 4),
-        "bytes": np.array([10, 10, 10, 10]),
-        "latency_s": np.zeros(4),
-    }
-    found = report(columns)
-    assert found.early_again == 1
-    assert found.redundancy == 0.5  # expert 5 twice again, of four equal reads
 
 
 def test_csv_has_a_row_a_token_and_totals(load: Load, tmp_path: Path) -> None:

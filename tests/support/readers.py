@@ -15,7 +15,7 @@ from routeahead.experts.reader import Reader
 class Delayed:
     """Delays each read by a random time, so that reads finish in another order."""
 
-    def __init__(self, inner: Reader, *, seed: int = 0, longest_s: float = 0.002) -> None:
+    def __init__(self, inner: Reader, *, seed: int = 0, longest_s: float = 0.001) -> None:
         self._inner, self._longest_s = inner, longest_s
         self._random, self._lock = random.Random(seed), threading.Lock()
 
@@ -64,7 +64,7 @@ class Unruly:
         self._fault = disk_error
 
     def schedule(self, seed: int) -> None:
-        longest = random.Random(seed).choice([0, 0.0005, 0.003])
+        longest = random.Random(seed).choice([0, 0.0005, 0.0015])
         self._delayed = Delayed(self._inner, seed=seed, longest_s=longest)
 
     def strike(self, after: int, fault: Callable[[], int]) -> None:

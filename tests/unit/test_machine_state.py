@@ -13,6 +13,7 @@ from routeahead.bench.cgroup import find_hierarchy
 from routeahead.experts.layout import MIB, Shard
 
 
+@pytest.mark.xdist_group("machine")
 def test_dropping_the_page_cache_makes_the_disk_read_again(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * (3 * MIB + 5))
