@@ -16,9 +16,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-Phase = Literal["prefill", "decode"]
+from routeahead.types import Phase as Phase  # noqa: PLC0414 (importers move to routeahead.types)
 
 
 @dataclass

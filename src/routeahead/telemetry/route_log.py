@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.experts.layout import ModelLayout
-from routeahead.telemetry.counters import Phase
 from routeahead.telemetry.table import open_table
+from routeahead.types import Floats, Ids, Phase
 
 COLUMNS: Mapping[str, str] = {
     "turn": "int64",  # prompts so far
@@ -61,8 +61,8 @@ class RouteLog:
         phase: Phase,
         layer: int,
         positions: npt.NDArray[np.int64],
-        ids: npt.NDArray[np.int32],
-        router: npt.NDArray[np.int32],
+        ids: Ids,
+        router: Ids,
         resident: set[int],
         *,
         committed: bool,
@@ -87,7 +87,7 @@ class RouteLog:
                     ]
                 )  # fmt: skip
 
-    def weights(self, weights: npt.NDArray[np.float32]) -> None:
+    def weights(self, weights: Floats) -> None:
         """The weights (rows, top-k) of the routing that was recorded last."""
         if self._weighed:  # by who is going to drop some of them
             return

@@ -15,14 +15,14 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from routeahead.errors import RouteAheadError
+from routeahead.types import Ids, Phase
 
-Phase = Literal["prefill", "decode"]
 Rows = npt.NDArray[np.int64]
 
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")  # by the number in the file
@@ -66,7 +66,7 @@ class RouteTrace:
         default_factory=lambda: np.empty((0, len(COLUMNS)), np.int64), compare=False, repr=False
     )
 
-    def selections(self) -> dict[tuple[int, int], npt.NDArray[np.int32]]:
+    def selections(self) -> dict[tuple[int, int], Ids]:
         """(step, layer) → int32 (top-k,), the experts of that token in slot order."""
         step, layer = self.rows[:, 1], self.rows[:, 2]
         begins = np.flatnonzero((np.diff(step) != 0) | (np.diff(layer) != 0)) + 1
