@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from routeahead.bench.bench import Run
+from routeahead.bench.runs import Run
 from routeahead.bench.statistics import Ratio, spread
 from routeahead.bench.summary import SPEED, CellSummary, summarise
 

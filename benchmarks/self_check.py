@@ -13,8 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from routeahead.bench.bench import Bench, Plan
 from routeahead.bench.cells import CellList, parse_cell
+from routeahead.bench.runs import Bench, Plan
 from routeahead.bench.statistics import Ratio
 from routeahead.bench.summary import SPEED, CellSummary, summarise
 from routeahead.llamacpp.gguf_file import read_layout

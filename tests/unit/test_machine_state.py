@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from routeahead.bench import machine_state
-from routeahead.bench.cgroup import find_hierarchy
+from routeahead.bench.memory_limit import find_hierarchy
 from routeahead.experts.layout import MIB, Shard
 
 

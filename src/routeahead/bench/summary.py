@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from routeahead.bench.bench import Run
+from routeahead.bench.runs import Run
 from routeahead.bench.statistics import Ratio, Spread, paired_ratio, spread
 from routeahead.experts.layout import MIB
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from routeahead.bench.cells import Cell, CellList, check_cells, expand_shares, run_order
-from routeahead.bench.cgroup import MemoryLimit
 from routeahead.bench.machine_state import busy_cpu_s, describe, drop_page_cache, entry_state
+from routeahead.bench.memory_limit import MemoryLimit
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import ModelLayout
 
