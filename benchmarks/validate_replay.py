@@ -21,7 +21,8 @@ from typing import Any
 from routeahead.experts.layout import MIB
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.replay.eviction import Policy
-from routeahead.replay.time_model import Machine, replay, simulate
+from routeahead.replay.hits import replay
+from routeahead.replay.time_model import Machine, simulate
 from routeahead.telemetry.route_trace import RouteTrace, read_trace
 
 LATENCY_MS = 0.2

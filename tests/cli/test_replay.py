@@ -25,7 +25,7 @@ from routeahead.cli import replay as replay_verb
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import MIB
 from routeahead.replay.eviction import Policy, RandomCache
-from routeahead.replay.time_model import replay
+from routeahead.replay.hits import replay
 from routeahead.telemetry.route_trace import Batch, RouteTrace, TraceError, read_trace
 
 Key = tuple[int, int]

@@ -14,8 +14,8 @@ from rich.table import Table
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import MIB
 from routeahead.replay.eviction import Policy
+from routeahead.replay.hits import replay as replay_trace
 from routeahead.replay.time_model import Machine, simulate
-from routeahead.replay.time_model import replay as replay_trace
 from routeahead.telemetry.route_trace import read_trace
 
 
