@@ -46,7 +46,7 @@ def engine_run(model: Path, trace: Path, prompt: int, tokens: int, *flags: objec
 
 def trace_lengths(trace: RouteTrace) -> tuple[int, int]:
     """Tokens of the prompt, decoded tokens."""
-    steps = trace.rows[trace.rows[:, 0] == 0][:, 1]
+    steps = trace.slots[trace.slots[:, 0] == 0][:, 1]
     return int(steps.max()) + 1, len(trace.decoded_tokens())
 
 
