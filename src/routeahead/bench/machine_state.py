@@ -25,7 +25,7 @@ PROBE_S = 0.3
 
 
 def describe() -> dict[str, Any]:
-    """What does not change between runs. Sizes in bytes."""
+    """The facts of the machine that do not change between runs. Sizes in bytes."""
     return {
         "system": platform.platform(),
         "processor": _processor(),
@@ -96,7 +96,7 @@ def probe_disk(shards: Sequence[Shard], seconds: float) -> dict[str, Any]:
 
 
 def _read_random(reader: FileReader, shards: Sequence[Shard], deadline: float, seed: int) -> int:
-    """Bytes read until the deadline. One buffer: fresh pages would cost as much as the disk."""
+    """Bytes read until the deadline, into one buffer: fresh pages cost as much as the disk."""
     rng, total = random.Random(seed), 0
     sizes = [shard.size for shard in shards]
     with mmap.mmap(-1, MIB) as pages, memoryview(pages) as view:
@@ -120,7 +120,7 @@ def busy_cpu_s() -> float:
 def drop_page_cache(shards: Sequence[Shard]) -> dict[str, Any]:
     """Asks the kernel to forget the model's files; needs no privilege.
 
-    Pages that some process has mapped stay, so what is left is measured, not assumed.
+    Pages that a process has mapped stay, so what is left is measured.
 
     Returns:
         `dropped`: whether the kernel took the request, `why_not` otherwise, and `left_bytes`: what

@@ -12,7 +12,7 @@ from routeahead.telemetry.route_trace import RouteTrace, TraceError
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What a cache made of a trace. Totals are of decode; prefill only fills the cache.
+    """Hits and misses of a cache on a trace. Totals are of decode; prefill only fills the cache.
 
     Attributes:
         budget: bytes.
@@ -33,7 +33,7 @@ class ReplayResult:
 
     @property
     def hit_rate(self) -> float:
-        """Part of the decode lookups that found their expert in memory, 0 to 1."""
+        """Share of the decode lookups that found their expert in memory, 0 to 1."""
         return self.hits / (self.hits + self.misses)
 
     @property

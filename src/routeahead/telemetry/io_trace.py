@@ -77,10 +77,10 @@ class IoReport:
 
     Attributes:
         reads, bytes_read: all phases.
-        decode_tokens: decoded tokens that read anything or lie between such tokens.
+        decode_tokens: decoded tokens from the first that read anything to the last.
         decode_bytes: bytes of the decode phase.
         redundancy: share of decode bytes that had been read before (evicted and read again).
-        early_again: slices read early (committed or speculative) and again on demand in one token.
+        early_again: slices read early (committed or speculative) and on demand in the same token.
         kinds: reads by kind.
         latency_s: median seconds of a read.
     """
@@ -113,9 +113,9 @@ def read_io_trace(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def report(columns: Mapping[str, npt.NDArray[Any]], *, tokens: int | None = None) -> IoReport:
-    """Figures of a trace; with `tokens`, of its first that many decoded tokens only.
+    """Figures of a trace, or of its first `tokens` decoded tokens.
 
-    Runs can be compared only over equal lengths: a cache fills up, so later tokens read less.
+    Only runs of equal length can be compared: a cache fills, so later tokens read less.
     """
     decode = columns["phase"] == "decode"
     if tokens is not None and decode.any():

@@ -34,7 +34,7 @@ _LINES = 16384
 
 
 class RouteLog:
-    """Collects routings, column by column, and writes those of a batch when it ends.
+    """Collects routings, column by column, and writes those of a batch when the batch ends.
 
     By then the weights of each, and what was dropped from it, are known.
     """
