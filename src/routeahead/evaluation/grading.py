@@ -76,7 +76,10 @@ def last_logits(llm: Llama) -> Logits:
 def record_chunk(
     llm: Llama, chunk: Chunk, keep: Callable[[Logits], None], tick: Tick
 ) -> dict[str, Any]:
-    """Runs the baseline: hands the logits of each token to `keep`; returns `nll` (nats) [tokens]."""
+    """Runs the baseline, and hands each token's logits to `keep`.
+
+    Returns `nll` in nats [tokens].
+    """
     nll = []
     graded = zip(logits_of_each(llm, chunk.inputs), chunk.targets, strict=True)
     for count, (logits, target) in enumerate(graded, start=1):
