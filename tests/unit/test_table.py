@@ -74,11 +74,3 @@ def test_a_file_that_cannot_be_written_is_one_clear_line(tmp_path: Path, suffix:
     path = tmp_path / "absent" / f"table.{suffix}"
     with pytest.raises(SettingsError, match="cannot be written: No such file"):
         open_table(path, COLUMNS, [], {})
-
-
-def test_a_run_without_traces_does_not_import_pyarrow() -> None:
-    code = (
-        "import sys, routeahead.cli.main, routeahead.engine.llama; "
-        "sys.exit('pyarrow' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Traces of a run that is killed: all batches that were evaluated are in them."""
+"""Trace files of a run: what a killed one leaves, and what a run without them does not load."""
 
 from __future__ import annotations
 
@@ -34,3 +34,11 @@ def test_csv_traces_have_every_batch(tmp_path: Path) -> None:
     slots = len(TOKENS) * len(layers) * layout.n_expert_used
     assert len(read_trace(routes).slots) == slots
     assert len(read_io_trace(reads)["bytes"]) == 3 * slots  # projections; without a cache
+
+
+def test_a_run_without_traces_does_not_import_pyarrow() -> None:
+    code = (
+        "import sys, routeahead.cli.main, routeahead.engine.llama; "
+        "sys.exit('pyarrow' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
