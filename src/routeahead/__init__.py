@@ -10,7 +10,15 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from routeahead.config import Settings
-from routeahead.errors import ModelError, ReadError, RouteAheadError, SettingsError, StreamError
+from routeahead.errors import (
+    ModelError,
+    PolicyError,
+    ReadError,
+    RouteAheadError,
+    SettingsError,
+    StreamError,
+)
+from routeahead.routing.policy import Model, Policy, Routing
 
 if TYPE_CHECKING:
     from routeahead.engine.llama import Llama
@@ -18,9 +26,13 @@ if TYPE_CHECKING:
 __version__ = version("routeahead")
 __all__ = [
     "Llama",
+    "Model",
     "ModelError",
+    "Policy",
+    "PolicyError",
     "ReadError",
     "RouteAheadError",
+    "Routing",
     "Settings",
     "SettingsError",
     "StreamError",

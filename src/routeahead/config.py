@@ -1,114 +1,116 @@
-"""Every setting of the engine, and the one place that knows which of them go together."""
+"""All settings of the engine.
+
+A setting is declared once, as a field that carries its help, range and exclusions (`setting.py`).
+Those of a policy stand beside the policy; the bases of `Settings` are the registry of the built-in
+policies.
+"""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from routeahead.errors import SettingsError
-
-CacheSize = int | Literal["auto"]
-DenseMode = Literal["anon", "mmap"]
-
-# Two lanes keep the disk's queue filled while one of them is between reads; on a machine with few
-# cores every further lane takes time from the matrix products (docs/architecture.md, "Lanes").
-DEFAULT_IO_THREADS = 2
-
-
-_EXCLUSIVE = (
-    ("route_ahead", "predict_log", "what it scores is the router's choice, which is replaced"),
-    ("route_ahead", "prefetch", "a committed routing is known and read ahead, not guessed"),
-    ("route_ahead", "predict_prefetch", "a committed routing is known and read ahead, not guessed"),
-    ("route_ahead", "expert_substitute", "a committed routing cannot be chosen again"),
-    ("prefetch", "predict_prefetch", "one guess a layer can be read, not two"),
-    ("predict_prefetch", "predict_log", "both want the gates' inputs: probe first, then prefetch"),
-    ("expert_substitute", "replay_routing", "a forced routing cannot be chosen again"),
-    ("predict_prefetch", "replay_routing", "this model's gates know nothing of a forced routing"),
-    ("predict_log", "replay_routing", "this model's gates know nothing of a forced routing"),
+from routeahead.policies.drop import DropSettings
+from routeahead.policies.forced import ForcedSettings
+from routeahead.policies.prefetch import PredictedSettings, TemporalSettings
+from routeahead.policies.probe import ProbeSettings
+from routeahead.policies.route_ahead import RouteAheadSettings
+from routeahead.policies.settings import PolicySettings
+from routeahead.policies.substitute import SubstituteSettings
+from routeahead.routing.policy import Model, Policy
+from routeahead.setting import (
+    EXPERIMENTS,
+    POLICIES,
+    STREAMING,
+    check_together,
+    check_values,
+    facts_of,
+    setting,
 )
-_PREDICTING = ("route_ahead", "predict_prefetch")
-_DEPENDENT: dict[str, tuple[str, ...]] = {  # of no effect unless one of these is on
-    "drop_renorm": ("drop_cold_experts",),
-    "drop_in_prefill": ("drop_cold_experts",),
-    "predict_spec_max": ("predict_prefetch",),
-    "route_ahead_late": ("route_ahead",),
-    "route_ahead_compute": _PREDICTING,
-    "gate_precision": _PREDICTING,
-    "drop_aware": _PREDICTING,
-}
+
+DenseMode = Literal["anon", "mmap"]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a model is streamed.
+class Settings(
+    # The built-in policies, in the order of their hooks.
+    DropSettings,
+    ProbeSettings,
+    RouteAheadSettings,
+    PredictedSettings,
+    ForcedSettings,
+    SubstituteSettings,
+    TemporalSettings,
+):
+    """How a model is streamed."""
 
-    Attributes:
-        resident: load the whole model into memory and stream nothing (the reference run).
-        cache_mb: expert cache in MiB, "auto" (sized from free memory at load) or 0 (keep nothing).
-        force_cache: allow a cache smaller than what one token routes to.
-        io_threads: number of lanes, threads that read experts.
-        overlap: let reads of later projections run while earlier ones compute.
-        dense: "anon" reads the dense weights once into private memory; "mmap" maps them lazily.
-        direct_io: read experts with O_DIRECT (falls back to buffered reads where that is refused).
-        n_expert_used: experts a token routes to in each layer, instead of the model's (lossy).
-        replay_routing: a recorded routing trace that replaces the routers' choices (lossy).
-        route_ahead: decode layers use the experts predicted this many MoE layers earlier (lossy);
-            0 is off.
-        route_ahead_compute: predictions are computed "inline", in the graph's callback, or on a
-            "worker" thread.
-        route_ahead_late: a layer whose prediction is not ready keeps its router's choice ("pass")
-            or waits for it ("wait", which makes the output independent of timing, if nothing is
-            dropped).
-        gate_precision: of the router matrices that predict: "f32" uses the model's own weights,
-            "f16" and "int8" smaller copies.
-        drop_cold_experts: F in 0..1; decode does not read a missing expert whose share of its
-            routing is below F / top-k, and goes on without it (lossy, depends on the cache's
-            state); 0 is off.
-        drop_renorm: the weights of the experts that are left are scaled to the routing's mass.
-        drop_in_prefill: prompts lose experts too.
-        drop_aware: what a prediction says will be dropped is not read early.
-        expert_substitute: resident experts get their selection score raised by this share of the
-            token's score range (lossy, depends on the cache's state); 0 is off.
-        prefetch: MoE layers for which the previous token's experts are read ahead; 0 is off.
-        predict_prefetch: read ahead what the next layer's router says of this layer's input.
-        predict_spec_max: with predict_prefetch, missing experts to read a layer at most.
-        predict_log: score how well routings could have been predicted.
-        throttle: MiB/s that all lanes get together, to stand for a slower disk; 0 is unthrottled.
-        throttle_latency_ms: delay of each read, with `throttle`.
-    """
-
-    resident: bool = False
-    cache_mb: CacheSize = "auto"
-    force_cache: bool = False
-    io_threads: int = DEFAULT_IO_THREADS
-    overlap: bool = True
-    dense: DenseMode = "anon"
-    direct_io: bool = True
-    n_expert_used: int | None = None
-    replay_routing: Path | None = None
-    route_ahead: int = 0
-    route_ahead_compute: Literal["inline", "worker"] = "inline"
-    route_ahead_late: Literal["pass", "wait"] = "wait"
-    gate_precision: Literal["f32", "f16", "int8"] = "f32"
-    drop_cold_experts: float = 0.0
-    drop_renorm: bool = False
-    drop_in_prefill: bool = False
-    drop_aware: bool = True
-    expert_substitute: float = 0.0
-    prefetch: int = 0
-    predict_prefetch: bool = False
-    predict_spec_max: int = 2
-    predict_log: bool = False
-    throttle: float = 0.0
-    throttle_latency_ms: float = 0.0
+    resident: bool = setting(
+        False, "Load everything and stream nothing: the reference to compare with.", STREAMING
+    )
+    force_cache: bool = setting(
+        False, "Allow a cache smaller than what one token routes to.", STREAMING
+    )
+    # Two lanes keep the disk's queue filled while one of them is between reads; with few cores
+    # every further lane takes time from the matrix products (docs/architecture.md, "Lanes").
+    io_threads: int = setting(2, "Lanes: threads that read experts.", STREAMING, low=1, high=64)
+    overlap: bool = setting(True, "Read later projections while earlier ones compute.", STREAMING)
+    dense: DenseMode = setting(
+        "anon",
+        "Dense weights: 'anon' (read once, never dropped) or 'mmap' (mapped lazily).",
+        STREAMING,
+    )
+    direct_io: bool = setting(
+        True,
+        "Read experts past the page cache (O_DIRECT); buffered if that is refused.",
+        STREAMING,
+    )
+    n_expert_used: int | None = setting(
+        None,
+        "Experts a token routes to in each layer, instead of the model's (lossy).",
+        STREAMING,
+        low=1,
+        unset="the model's",
+    )
+    policy: tuple[str, ...] = setting(
+        (),
+        "A policy of your own (docs/policy-api.md); may be given several times.",
+        POLICIES,
+        metavar="MODULE:CLASS",
+    )
+    throttle: float = setting(
+        0.0,
+        "Read at most this many MiB/s in all, as a slower disk; 0 is unthrottled.",
+        EXPERIMENTS,
+        low=0,
+    )
+    throttle_latency_ms: float = setting(
+        0.0, "With throttle: delay of each read.", EXPERIMENTS, low=0, needs=("throttle",)
+    )
 
     @classmethod
-    def split(cls, arguments: dict[str, Any]) -> tuple[Settings, dict[str, Any]]:
-        """Separates keyword arguments into validated settings and what is left."""
-        names = {f.name for f in fields(cls)}
+    def split(
+        cls, arguments: dict[str, Any], others: Iterable[str] = ()
+    ) -> tuple[Settings, dict[str, Any]]:
+        """Separates keyword arguments into validated settings and what is left.
+
+        Args:
+            others: names that may be left; any if there are none.
+
+        Raises:
+            TypeError: a keyword is neither.
+            SettingsError: see `validate`.
+        """
+        names, known = {f.name for f in fields(cls)}, set(others)
         ours = {k: v for k, v in arguments.items() if k in names}
         rest = {k: v for k, v in arguments.items() if k not in names}
+        if known and (strange := sorted(set(rest) - known)):
+            near = difflib.get_close_matches(strange[0], names | known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise TypeError(f"unknown keyword argument {strange[0]!r}{hint}")
         return cls(**ours).validate(), rest
 
     def validate(self) -> Settings:
@@ -117,27 +119,10 @@ class Settings:
         Raises:
             SettingsError: a value is out of range or two settings contradict each other.
         """
-        if self.cache_mb != "auto" and (not isinstance(self.cache_mb, int) or self.cache_mb < 0):
-            raise SettingsError(f"cache_mb is {self.cache_mb!r}: give a size in MiB, 0, or 'auto'")
-        if not 1 <= self.io_threads <= 64:
-            raise SettingsError(f"io_threads is {self.io_threads}: give 1 to 64")
-        if self.dense not in ("anon", "mmap"):
-            raise SettingsError(f"dense is {self.dense!r}: give 'anon' or 'mmap'")
-        if self.n_expert_used is not None and self.n_expert_used < 1:
-            raise SettingsError(f"n_expert_used is {self.n_expert_used}: give at least 1")
-        if not (self.throttle >= 0 and self.throttle_latency_ms >= 0):
-            raise SettingsError("throttle and throttle_latency_ms cannot be negative")
-        if self.throttle_latency_ms and not self.throttle:
-            raise SettingsError("throttle_latency_ms needs throttle (MiB/s) beside it")
-        self._check_route_ahead()
-        self._check_neighbours()
-        for one, other, why in _EXCLUSIVE:
-            if getattr(self, one) and getattr(self, other):
-                raise SettingsError(f"{one} and {other} exclude each other: {why}")
-        for name, needed in _DEPENDENT.items():
-            changed = getattr(self, name) != getattr(type(self), name)
-            if changed and not any(getattr(self, other) for other in needed):
-                raise SettingsError(f"{name} has no effect without {' or '.join(needed)}")
+        check_values(self)
+        check_together(self)
+        for owner in registry():
+            owner.check(self)
         if self.resident:
             self._refuse_streaming_settings()
         if self.force_cache and self.cache_mb in ("auto", 0):
@@ -146,37 +131,16 @@ class Settings:
             )
         return self
 
-    def _check_route_ahead(self) -> None:
-        if self.route_ahead < 0:
-            raise SettingsError(f"route_ahead is {self.route_ahead}: give a number of layers, or 0")
-        choices = {
-            "route_ahead_compute": ("inline", "worker"),
-            "route_ahead_late": ("pass", "wait"),
-            "gate_precision": ("f32", "f16", "int8"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise SettingsError(
-                    f"{name} is {getattr(self, name)!r}: give {' or '.join(map(repr, allowed))}"
-                )
+    def policies(self, model: Model) -> Iterator[Policy]:
+        """The built-in policies that are on.
 
-    def _check_neighbours(self) -> None:
-        if not 0 <= self.drop_cold_experts <= 1:
-            raise SettingsError(f"drop_cold_experts is {self.drop_cold_experts}: give 0 to 1")
-        if not 0 <= self.expert_substitute <= 1:
-            raise SettingsError(f"expert_substitute is {self.expert_substitute}: give 0 to 1")
-        for name in ("prefetch", "predict_spec_max"):
-            if getattr(self, name) < 0:
-                raise SettingsError(f"{name} is {getattr(self, name)}: it cannot be negative")
-        if self.predict_prefetch and not self.predict_spec_max and self.cache_mb == 0:
-            raise SettingsError(
-                "predict_spec_max=0 only protects what the cache has, and cache_mb=0 keeps nothing"
-            )
-        for name in ("drop_cold_experts", "expert_substitute"):
-            if getattr(self, name) and self.cache_mb == 0:
-                raise SettingsError(
-                    f"{name} asks what is in the cache, and cache_mb=0 keeps nothing: give a size"
-                )
+        Raises:
+            SettingsError: a setting does not fit the model.
+        """
+        for owner in registry():
+            policy = owner.make(self, model)
+            if policy:
+                yield policy
 
     def _refuse_streaming_settings(self) -> None:
         plain = Settings(resident=True)
@@ -189,3 +153,18 @@ class Settings:
     def as_dict(self) -> dict[str, Any]:
         """As JSON would have it."""
         return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+
+
+Settings.__doc__ = "\n".join(
+    [
+        "How a model is streamed.",
+        "",
+        "Attributes:",
+        *(f"    {name}: {facts.help}" for name, facts in facts_of(Settings).items()),
+    ]
+)
+
+
+def registry() -> tuple[type[PolicySettings], ...]:
+    """The settings of each built-in policy, in the order of the policies' hooks."""
+    return tuple(base for base in Settings.__bases__ if issubclass(base, PolicySettings))

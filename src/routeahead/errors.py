@@ -21,3 +21,7 @@ class ReadError(RouteAheadError):
 
 class StreamError(RouteAheadError, RuntimeError):
     """The graph or the library did something the engine does not understand."""
+
+
+class PolicyError(RouteAheadError, ValueError):
+    """A policy asked for what a layer cannot do, such as an expert that it does not have."""

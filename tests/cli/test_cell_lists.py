@@ -42,7 +42,7 @@ def test_lists_in_the_repository_are_what_the_program_takes(path: Path, model: P
         if cell.program[-1] == "run":
             given = command.make_context("run", [str(model), *flags]).params
             streaming = {name: value for name, value in given.items() if name in settings}
-            Settings.split(options.streaming(**streaming))
+            Settings.split(options.as_settings(streaming))
         else:
             assert (BENCHMARKS.parent / script).is_file()
 

@@ -22,6 +22,7 @@ from support.library import (
 from support.readers import Delayed
 
 from routeahead import Llama, SettingsError
+from routeahead.policies.drop import DropCold
 from routeahead.telemetry.io_trace import read_io_trace, report
 from routeahead.telemetry.recorder import Outputs
 
@@ -29,6 +30,12 @@ Load = Callable[..., Llama]
 Key = tuple[int, int]
 
 SHARE = 0.15  # of the experts fits in the cache
+
+
+def dropping(llm: Llama) -> DropCold:
+    drop = llm.policies.find(DropCold)
+    assert drop
+    return drop
 
 
 class Recorded:
@@ -68,10 +75,10 @@ def test_drops_by_share_and_computes_without(
         outputs=Outputs(route_trace=path),
     )
     logits = evaluate(llm, PROMPTS[0])
-    drop = llm.steering.drop
-    assert drop and 0 < drop.dropped < drop.routed
+    drop = dropping(llm)
+    assert 0 < drop.dropped < drop.slots
     top_k, layers = llm.layout.n_expert_used, len(llm.layout.moe_layers)
-    assert drop.routed == top_k * layers * (len(PROMPTS[0]) - 1)
+    assert drop.slots == top_k * layers * (len(PROMPTS[0]) - 1)
     llm.close()
     recorded, near = Recorded(path), 0
     for key in recorded.rows:
@@ -98,7 +105,7 @@ def test_an_inert_threshold_changes_nothing(load: Load, library: Library, name: 
     llm = with_budget(load, name, SHARE, drop_cold_experts=1e-9, poison=True)
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
-    assert llm.steering.drop and llm.steering.drop.dropped == 0 < llm.steering.drop.routed
+    assert dropping(llm).dropped == 0 < dropping(llm).slots
 
 
 @pytest.mark.filterwarnings("ignore:drop_cold_experts with")
@@ -108,7 +115,7 @@ def test_the_top_expert_survives(load: Load, name: str) -> None:
     llm = with_budget(load, name, SHARE, n_expert_used=1, drop_cold_experts=1.0, poison=True)
     plain = with_budget(load, name, SHARE, n_expert_used=1)
     np.testing.assert_array_equal(evaluate(llm, PROMPTS[0]), evaluate(plain, PROMPTS[0]))
-    assert llm.steering.drop and llm.steering.drop.dropped == 0
+    assert dropping(llm).dropped == 0
 
 
 @pytest.mark.filterwarnings("ignore:drop_cold_experts with")
@@ -133,7 +140,7 @@ def test_full_strength_touches_nothing_unread(
     for batches in PROMPTS:
         assert np.isfinite(evaluate(llm, batches)).all()
     assert llm.source and llm.source.cache.evictions > 0
-    assert llm.steering.drop and llm.steering.drop.dropped > 0
+    assert dropping(llm).dropped > 0
 
 
 def test_warns_where_every_expert_matters(load: Load) -> None:
@@ -164,7 +171,7 @@ def test_with_route_ahead(load: Load, name: str, compute: str) -> None:
             **settings,
         )
         results.append(np.concatenate([evaluate(llm, batches) for batches in PROMPTS]))
-        assert llm.steering.drop and llm.steering.drop.dropped > 0
+        assert dropping(llm).dropped > 0
         assert llm.source and llm.source.cache.protected == 0 and llm.source.prefetch.issued > 0
         assert llm.source.prefetch.useful == llm.source.prefetch.issued
     for other in results[1:]:
@@ -210,7 +217,7 @@ def test_what_will_be_dropped_is_not_read_early(load: Load, tmp_path: Path) -> N
         ({"drop_in_prefill": True}, "drop_in_prefill has no effect without drop_cold_experts"),
         ({"drop_renorm": True}, "drop_renorm has no effect without drop_cold_experts"),
         ({"predict_spec_max": 1}, "predict_spec_max has no effect without predict_prefetch"),
-        ({"gate_precision": "f16"}, "without route_ahead or predict_prefetch"),
+        ({"router_precision": "f16"}, "without route_ahead or predict_prefetch"),
         ({"predict_prefetch": True, "route_ahead_late": "pass"}, "has no effect without route_a"),
         ({"predict_prefetch": True, "predict_spec_max": 0, "cache_mb": 0}, "keeps nothing"),
         ({"expert_substitute": -1.0}, "expert_substitute is -1.0: give 0 to 1"),

@@ -16,6 +16,7 @@ from support.readers import Failing, Unruly, disk_error, interrupt
 
 from routeahead import Llama, ReadError
 from routeahead.experts.reader import Reader
+from routeahead.policies.route_ahead import RouteAhead
 from routeahead.telemetry.io_trace import read_io_trace, report
 from routeahead.telemetry.recorder import Outputs
 
@@ -206,10 +207,11 @@ def test_fault_inside_of_route_ahead(
     load: Load, monkeypatch: pytest.MonkeyPatch, compute: str, call: str
 ) -> None:
     llm = with_budget(load, "qwen3moe", 0.2, route_ahead=2, route_ahead_compute=compute)
-    batches, ahead = token_batches(7), llm.steering.ahead
-    assert ahead
+    batches, policy = token_batches(7), llm.policies.find(RouteAhead)
+    assert policy
+    predictions = policy.predictions
     expected = evaluate(llm, batches)
-    owner = ahead._predictor if call == "_rank" else ahead
+    owner = predictions._predictor if call == "_rank" else predictions
     original, calls = getattr(owner, call), 0
 
     def faulty(*arguments: object) -> object:
@@ -231,12 +233,14 @@ def test_nothing_grows_over_many_generations(load: Load) -> None:
     """Addresses included: early reads take their pages from the free ones, not always new ones."""
     llm = with_budget(load, "qwen3moe", 0.25, route_ahead=2)
     source, rng = llm.source, random.Random(1)
-    assert source and llm.streamed and llm.steering.ahead
+    policy = llm.policies.find(RouteAhead)
+    assert source and llm.streamed and policy
     arena, taken = llm.streamed.arena, []
     for generation in range(150):
         batches = token_batches(generation, prompt=3, decode=4)
         evaluate(llm, batches[: rng.randrange(1, 6)])
-        assert source.cache.protected == 0 and not source._early and not llm.steering.ahead._fresh
+        assert source.cache.protected == 0 and not source._early
+        assert not policy.predictions._fresh
         taken.append(arena._bump)
     # The most that was ever in use at once may still rise a little: by less than a token's experts.
     assert len(arena._chunks) == 1 and taken[-1] - taken[50] < llm.layout.token_bytes() // 4

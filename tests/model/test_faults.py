@@ -22,7 +22,7 @@ from routeahead import Llama, ModelError, ReadError, SettingsError, StreamError
 from routeahead.experts import arena
 from routeahead.experts.reader import FileReader, Reader
 from routeahead.llamacpp import ggml, node_filter
-from routeahead.llamacpp.eval_callback import GraphHook
+from routeahead.llamacpp.eval_callback import EvalCallback
 
 Load = Callable[..., Llama]
 NAME = "qwen3moe"
@@ -170,7 +170,7 @@ def test_callback_cut_short_is_noticed(
 ) -> None:
     """ctypes drops an exception that escapes the callback: the filter must see it all the same."""
 
-    class Cut(GraphHook):
+    class Cut(EvalCallback):
         armed = False
 
         def _on_stop(self, address: int, ask: int) -> int:
@@ -180,14 +180,14 @@ def test_callback_cut_short_is_noticed(
 
     dropped: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda what: dropped.append(what.exc_type))
-    monkeypatch.setattr(engine, "GraphHook", Cut)
+    monkeypatch.setattr(engine, "EvalCallback", Cut)
     llm = load(NAME, cache_mb=0)
     prompt, *tokens = PROMPTS[0]
     llm.eval(prompt)
-    llm.streamed.hook.armed = True
+    llm.streamed.callback.armed = True
     with pytest.raises(KeyboardInterrupt):
         llm.eval(tokens[0])
-    llm.streamed.hook.armed = False
+    llm.streamed.callback.armed = False
     assert_recovers(llm, library)
     assert dropped == [Fault]
 
@@ -239,14 +239,14 @@ def test_graph_without_announced_experts_is_refused(
 ) -> None:
     """An architecture whose products use ids that no top-k announced must not run."""
     llm = load(NAME, cache_mb=0)
-    routed = llm.streamed.hook._stopped
+    routed = llm.streamed.callback._stopped
 
     def forget(address: int) -> int:
         answer = routed(address)
-        llm.streamed.hook._state[node_filter.ROUTED] = 0
+        llm.streamed.callback._state[node_filter.ROUTED] = 0
         return answer
 
-    monkeypatch.setattr(llm.streamed.hook, "_stopped", forget)
+    monkeypatch.setattr(llm.streamed.callback, "_stopped", forget)
     with pytest.raises(StreamError, match="cannot be streamed"):
         llm.eval(PROMPTS[0][0])
 

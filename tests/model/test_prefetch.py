@@ -26,7 +26,16 @@ from support.router_reference import Forced, Routers
 from routeahead import Llama, ReadError
 from routeahead.experts.lanes import Read
 from routeahead.experts.reader import Reader
-from routeahead.policies.probe import CONTROL, DEPTHS, HOTTEST, PREVIOUS, stale_gate
+from routeahead.policies.prefetch import PredictedPrefetch
+from routeahead.policies.probe import Probe
+from routeahead.policies.substitute import Substitute
+from routeahead.prediction.scores import (
+    CONTROL,
+    DEPTHS,
+    HOTTEST,
+    PREVIOUS,
+    stale_gate,
+)
 from routeahead.routing.policy import Routing
 from routeahead.telemetry.io_trace import read_io_trace, report
 from routeahead.telemetry.recorder import Outputs
@@ -77,7 +86,8 @@ def test_only_protecting_reads_nothing_early(load: Load, library: Library) -> No
     for batches, expected in zip(PROMPTS, library.resident("olmoe"), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
     assert llm.source and llm.source.prefetch.issued == 0 == llm.source.lanes.early_bytes
-    assert llm.steering.predicted and llm.steering.predicted.slots > 0
+    predicted = llm.policies.find(PredictedPrefetch)
+    assert predicted and predicted.slots > 0
 
 
 def test_a_demand_load_cancels_guesses(load: Load, tmp_path: Path) -> None:
@@ -232,8 +242,9 @@ def test_the_probe_reproduces_every_routing(load: Load, library: Library, name: 
     llm = load(name, cache_mb=8, predict_log=True)
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
-    assert llm.steering.probe
-    probe, layers = llm.steering.probe.probe, llm.layout.moe_layers
+    found = llm.policies.find(Probe)
+    assert found
+    probe, layers = found.scores, llm.layout.moe_layers
     tokens = sum(len(batches) - 1 for batches in PROMPTS)
     assert probe.sound
     for layer in layers:
@@ -258,7 +269,8 @@ def test_an_inert_margin_changes_nothing(load: Load, library: Library, name: str
     llm = with_budget(load, name, 0.15, expert_substitute=1e-9, poison=True)
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
-    assert llm.steering.substitute and llm.steering.substitute.substituted == 0
+    policy = llm.policies.find(Substitute)
+    assert policy and policy.substituted == 0
 
 
 @pytest.mark.parametrize("name", models.FIXTURES)
@@ -272,22 +284,22 @@ def test_substitution_is_the_references(
         load, name, 0.3, expert_substitute=margin, poison=True, outputs=Outputs(route_trace=path)
     )
     held: dict[tuple[int, int], set[int]] = {}
-    source = llm.source
-    assert source and llm.steering.substitute
-    commit = llm.steering.substitute.commit
+    source, policy = llm.source, llm.policies.find(Substitute)
+    assert source and policy
+    routed = policy.routed
 
-    def commit_and_note(routing: Routing) -> bool:
+    def note_and_choose(routing: Routing) -> None:
         if routing.phase == "decode":
             position = int(routing.positions[0])
             experts = range(llm.layout.n_expert)
             held[position, routing.layer] = {
                 e for e in experts if (routing.layer, e) in source.cache
             }
-        return commit(routing)
+        routed(routing)
 
-    llm.steering.substitute.commit = commit_and_note  # type: ignore[method-assign]
+    policy.routed = note_and_choose  # type: ignore[method-assign]
     logits = evaluate(llm, PROMPTS[0])
-    seen = llm.steering.substitute.substituted
+    seen = policy.substituted
     llm.close()
     ids: dict[tuple[int, int], list[int]] = {}
     own: dict[tuple[int, int], list[int]] = {}

@@ -16,12 +16,13 @@ from support.readers import Delayed
 from support.router_reference import Forced, Ids, Key, Routers
 
 from routeahead import Llama, SettingsError
-from routeahead.llamacpp import router_graph, router_input
-from routeahead.prediction.predictions import Ahead
+from routeahead.llamacpp import router_graph
+from routeahead.policies.route_ahead import RouteAhead
 from routeahead.prediction.worker import Prediction
 from routeahead.routing.policy import Routing
 from routeahead.telemetry.recorder import Outputs
 from routeahead.telemetry.route_trace import read_trace
+from routeahead.types import Floats
 
 Load = Callable[..., Llama]
 
@@ -29,15 +30,19 @@ Load = Callable[..., Llama]
 MARGIN = 2e-5
 
 
+def route_ahead(llm: Llama) -> RouteAhead:
+    policy = llm.policies.find(RouteAhead)
+    assert policy
+    return policy
+
+
 def committed_layers(llm: Llama) -> int:
-    assert llm.steering.ahead
-    return len(llm.layout.moe_layers) - llm.steering.ahead.policy.depth
+    return len(llm.layout.moe_layers) - route_ahead(llm).depth
 
 
 def assert_all_counted(llm: Llama) -> None:
     """Every top-k of the run is in exactly one of the counts."""
-    assert llm.steering.ahead
-    counts, totals = llm.steering.ahead.policy.counts, llm.counters
+    counts, totals = route_ahead(llm).counts, llm.counters
     batches = totals.prefill.batches + totals.decode.batches
     assert counts.committed + sum(counts.by_reason.values()) == batches * len(llm.layout.moe_layers)
 
@@ -47,8 +52,8 @@ def test_beyond_the_last_layer_nothing_changes(load: Load, library: Library, nam
     llm = load(name, cache_mb=8, route_ahead=models.FIXTURES[name].layers)
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
-    assert llm.steering.ahead and llm.steering.ahead.policy.counts.committed == 0
-    assert llm.steering.ahead.policy.counts.by_reason["structural"] > 0
+    assert route_ahead(llm).counts.committed == 0
+    assert route_ahead(llm).counts.by_reason["structural"] > 0
     assert_all_counted(llm)
 
 
@@ -63,22 +68,22 @@ def test_own_input_gives_the_routers_choice(
     uses, which must do no harm.
     """
     llm = load(name, cache_mb=0, route_ahead=1, route_ahead_compute=compute, poison=True)
-    ahead, source = llm.steering.ahead, llm.source
-    assert ahead and source
+    policy, source = route_ahead(llm), llm.source
+    assert source
     source.cache.budget = llm.layout.token_bytes()
-    settle = ahead.settle
+    settle, ranker = policy.predictions.settle, policy.predictions.ranker
 
-    def with_own_input(layer: int, ids: Ids, row: router_input.Row | None) -> None:
-        settle(layer, ids, row)
-        index = llm.layout.moe_layers.index(layer)
-        if llm.phase == "decode" and index >= 1:
-            assert row is not None
-            assert ahead.policy.offer(ahead.policy.serial, index, ahead.ranker.rank(index, row))
+    def with_own_input(routing: Routing) -> None:
+        settle(routing)
+        layer = routing.layer
+        if llm.phase == "decode" and layer > llm.layout.moe_layers[0]:
+            assert routing.hidden is not None
+            assert policy.offer(policy.serial, layer, ranker.rank(layer, routing.hidden))
 
-    ahead.settle = with_own_input  # type: ignore[method-assign]
+    policy.predictions.settle = with_own_input  # type: ignore[method-assign]
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
-    counts = ahead.policy.counts
+    counts = policy.counts
     assert counts.committed == committed_layers(llm) * sum(len(b) - 1 for b in PROMPTS)
     assert counts.agreed_slots == counts.slots > 0
     assert counts.passed_through == 0
@@ -131,7 +136,7 @@ def test_committed_routing_is_the_references(
     logits = evaluate(llm, PROMPTS[0])
     expected = committed_layers(llm) * (len(PROMPTS[0]) - 1)
     assert_all_counted(llm)
-    assert llm.steering.ahead and llm.steering.ahead.policy.counts.passed_through == 0
+    assert route_ahead(llm).counts.passed_through == 0
     llm.close()
     committed, ties = assert_follows_reference(library, name, trace, logits, depth)
     assert committed == expected > 0
@@ -171,17 +176,17 @@ def test_output_depends_on_the_hidden_states_alone(load: Load, name: str, comput
         chosen = dict(settings)
         share = chosen.pop("budget", 0.2)
         llm = load(name, cache_mb=0, route_ahead=2, route_ahead_compute=compute, **chosen)
-        assert llm.source and llm.steering.ahead
+        assert llm.source
         llm.source.cache.budget = int(llm.layout.expert_bytes * float(str(share)))
         outputs.add(b"".join(evaluate(llm, batches).tobytes() for batches in PROMPTS))
-        assert llm.steering.ahead.policy.counts.by_reason["late"] == 0
+        assert route_ahead(llm).counts.by_reason["late"] == 0
         reads.append(llm.source.prefetch.issued)
         llm.close()
     assert len(outputs) == 1
     assert reads[6] == 0 and min(reads[:6]) > 0  # without a cache nothing is read early
 
 
-def late_worker(load: Load, **settings: object) -> tuple[Llama, Ahead]:
+def late_worker(load: Load, **settings: object) -> tuple[Llama, RouteAhead]:
     llm = load(
         "qwen3moe",
         cache_mb=8,
@@ -190,8 +195,7 @@ def late_worker(load: Load, **settings: object) -> tuple[Llama, Ahead]:
         route_ahead_late="pass",
         **settings,
     )
-    assert llm.steering.ahead
-    return llm, llm.steering.ahead
+    return llm, route_ahead(llm)
 
 
 def test_late_predictions_pass_and_are_never_stale(
@@ -199,22 +203,21 @@ def test_late_predictions_pass_and_are_never_stale(
 ) -> None:
     """A worker that sometimes sleeps until the layer has gone on without it."""
     trace = tmp_path / "route.csv"
-    llm, ahead = late_worker(load, outputs=Outputs(route_trace=trace))
-    policy, rng, routed = ahead.policy, np.random.default_rng(3), [(0, 0)]
-    rank, commit = ahead._predictor._rank, policy.commit
+    llm, policy = late_worker(load, outputs=Outputs(route_trace=trace))
+    predictor, rng, seen = policy.predictions._predictor, np.random.default_rng(3), [(0, 0)]
+    rank, routed = predictor._rank, policy.routed
 
-    def commit_and_tell(routing: Routing) -> bool:
-        answer = commit(routing)
-        routed[0] = (policy.serial, llm.layout.moe_layers.index(routing.layer))
-        return answer
+    def commit_and_tell(routing: Routing) -> None:
+        routed(routing)
+        seen[0] = (policy.serial, routing.layer)
 
     def sometimes_late(prediction: Prediction) -> Ids:
-        serial, index = policy.serial, prediction.index
-        while rng.random() < 0.8 and index % 2 and routed[0] < (serial, index):
+        serial, layer = policy.serial, prediction.layer
+        while rng.random() < 0.8 and layer % 2 and seen[0] < (serial, layer):
             time.sleep(0.0005)
         return rank(prediction)
 
-    policy.commit, ahead._predictor._rank = commit_and_tell, sometimes_late  # type: ignore
+    policy.routed, predictor._rank = commit_and_tell, sometimes_late  # type: ignore
     logits = evaluate(llm, PROMPTS[0])
     counts = policy.counts
     assert_all_counted(llm)
@@ -225,20 +228,21 @@ def test_late_predictions_pass_and_are_never_stale(
 
 
 def test_a_worker_that_hangs_leaves_the_router_alone(load: Load, library: Library) -> None:
-    llm, ahead = late_worker(load)
-    rank, go_on = ahead._predictor._rank, threading.Event()
+    llm, policy = late_worker(load)
+    predictor, go_on = policy.predictions._predictor, threading.Event()
+    rank = predictor._rank
 
     def hang(prediction: Prediction) -> Ids:
         go_on.wait()
         return rank(prediction)
 
-    ahead._predictor._rank = hang
+    predictor._rank = hang
     try:
         logits = evaluate(llm, PROMPTS[0])
     finally:
         go_on.set()  # what it has to tell by now is of tokens that are over
     np.testing.assert_array_equal(logits, library.resident("qwen3moe")[0])
-    counts = ahead.policy.counts
+    counts = policy.counts
     assert counts.committed == 0
     assert counts.by_reason["late"] == committed_layers(llm) * (len(PROMPTS[0]) - 1)
     assert_all_counted(llm)
@@ -253,8 +257,7 @@ def test_several_rows_pass(load: Load) -> None:
     llm.eval(prompt)
     llm.phase = "decode"
     llm.eval([tokens[0][0], tokens[1][0]])
-    assert llm.steering.ahead
-    counts = llm.steering.ahead.policy.counts
+    counts = route_ahead(llm).counts
     # The last layer routes one row of the two, but its prediction would have needed two as well.
     assert counts.by_reason["several_rows"] == committed_layers(llm) and counts.committed == 0
     llm.eval(tokens[2])
@@ -267,8 +270,7 @@ def test_without_a_prompt_the_first_token_passes(load: Load) -> None:
     llm.phase = "decode"
     llm.eval([7])
     llm.eval([8])
-    assert llm.steering.ahead
-    counts = llm.steering.ahead.policy.counts
+    counts = route_ahead(llm).counts
     assert counts.by_reason["first_token"] + counts.by_reason["unreadable"] == committed_layers(llm)
     assert counts.committed == committed_layers(llm)
     assert_all_counted(llm)
@@ -282,8 +284,7 @@ def test_a_rule_that_is_not_understood_is_the_routers(
     with pytest.warns(UserWarning, match="how 6 layers choose their experts is not understood"):
         logits = evaluate(llm, PROMPTS[0])
     np.testing.assert_array_equal(logits, library.resident("qwen3moe")[0])
-    assert llm.steering.ahead
-    counts = llm.steering.ahead.policy.counts
+    counts = route_ahead(llm).counts
     assert counts.by_reason["unreadable"] == committed_layers(llm) * (len(PROMPTS[0]) - 1)
     assert_all_counted(llm)
 
@@ -293,10 +294,10 @@ def test_inputs_that_do_not_survive_are_copied_in_time(load: Load) -> None:
     for name, damaged in (("gemma4", True), ("qwen3moe", False)):
         llm = load(name, cache_mb=8, route_ahead=1)
         evaluate(llm, PROMPTS[0])
-        assert llm.steering.ahead
-        tap, layers = llm.steering.ahead.ranker.tap, set(llm.layout.moe_layers)
-        assert tap.damaged == (layers if damaged else set())
-        assert llm.steering.ahead.policy.counts.passed_through == 0
+        policy, layers = route_ahead(llm), set(llm.layout.moe_layers)
+        source = policy.predictions.ranker.input  # type: ignore[attr-defined]
+        assert source.damaged == (layers if damaged else set())
+        assert policy.counts.passed_through == 0
 
 
 # --- the watchdog ---
@@ -305,23 +306,23 @@ def test_inputs_that_do_not_survive_are_copied_in_time(load: Load) -> None:
 def test_a_broken_read_disarms(load: Load, library: Library) -> None:
     """From the verdict on, every routing and every logit is the router's."""
     llm = load("qwen3moe", cache_mb=8, route_ahead=1)
-    ahead = llm.steering.ahead
-    assert ahead
+    policy = route_ahead(llm)
+    watchdog, source = policy.predictions.watchdog, policy.predictions.ranker.input  # type: ignore
     prompt, *tokens = token_batches(5, decode=60)
     evaluate(llm, [prompt, *tokens[:10]])
-    assert ahead.watchdog.armed and ahead.watchdog.reproduced > 0
-    at_topk, rng = ahead.ranker.tap.at_topk, np.random.default_rng(0)
+    assert watchdog.armed and watchdog.reproduced > 0
+    at_topk, rng = source.at_topk, np.random.default_rng(0)
 
-    def scrambled(layer: int, topk: int) -> router_input.Row | None:
-        row = at_topk(layer, topk)
-        return None if row is None else rng.permutation(row)
+    def scrambled(layer: int, topk: int) -> Floats | None:
+        hidden = at_topk(layer, topk)
+        return None if hidden is None else rng.permutation(hidden)
 
-    ahead.ranker.tap.at_topk = scrambled  # type: ignore[method-assign]
+    source.at_topk = scrambled
     with pytest.warns(UserWarning, match="have disarmed themselves: .* of 64 slots") as said:
         evaluate(llm, [prompt, *tokens])
     assert len(said) == 1
-    counts, committed = ahead.policy.counts, ahead.policy.counts.committed
-    assert counts.by_reason["disarmed"] > 0 and ahead.watchdog.disarmed
+    counts, committed = policy.counts, policy.counts.committed
+    assert counts.by_reason["disarmed"] > 0 and watchdog.disarmed
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for batches, expected in zip(PROMPTS, library.resident("qwen3moe"), strict=True):
@@ -336,13 +337,12 @@ def test_a_broken_read_disarms(load: Load, library: Library) -> None:
 def test_a_sound_run_never_disarms(load: Load, name: str, compute: str) -> None:
     """The watchdog sees every routing here, and every slot is reproduced."""
     llm = load(name, cache_mb=8, route_ahead=2, route_ahead_compute=compute)
-    ahead = llm.steering.ahead
-    assert ahead
-    ahead.watchdog.every = 1
+    watchdog = route_ahead(llm).predictions.watchdog
+    watchdog.every = 1
     evaluate(llm, PROMPTS[0])
     layers, k = len(llm.layout.moe_layers), llm.layout.n_expert_used
-    seen = ahead.watchdog.slots
-    assert seen == ahead.watchdog.reproduced
+    seen = watchdog.slots
+    assert seen == watchdog.reproduced
     if compute == "inline":
         assert seen == layers * k * (len(PROMPTS[0]) - 1)
     else:  # a verdict that the worker gives after the last layer comes too late to be heard
@@ -358,7 +358,7 @@ def test_a_sound_run_never_disarms(load: Load, name: str, compute: str) -> None:
         ({"route_ahead": -1}, "route_ahead is -1"),
         ({"route_ahead": 1, "route_ahead_compute": "gpu"}, "route_ahead_compute is 'gpu'"),
         ({"route_ahead": 1, "route_ahead_late": "drop"}, "'pass' or 'wait'"),
-        ({"route_ahead": 1, "gate_precision": "f8"}, "gate_precision is 'f8'"),
+        ({"route_ahead": 1, "router_precision": "f8"}, "router_precision is 'f8'"),
         ({"route_ahead": 1, "resident": True}, "resident streams nothing"),
     ],
 )
@@ -379,7 +379,7 @@ def test_off_costs_no_call(load: Load) -> None:
     # The same stops: the rows are read at the top-k, which was a stop anyway.
     layers = len(off.layout.moe_layers)
     assert calls == [layers * len(PROMPTS[0])] * 2
-    assert off.streamed and off.streamed.hook._tap is None
+    assert off.streamed and off.streamed.callback._input is None
 
 
 def test_replayed_routing_counts_as_predicted(load: Load, tmp_path: Path) -> None:
@@ -395,10 +395,10 @@ def test_replayed_routing_counts_as_predicted(load: Load, tmp_path: Path) -> Non
         route_ahead=2,
         outputs=Outputs(route_trace=again),
     )
-    assert other.source and other.steering.ahead
+    assert other.source
     other.source.cache.budget = other.layout.token_bytes()
     np.testing.assert_array_equal(evaluate(other, PROMPTS[0]), logits)
-    prefetch, counts = other.source.prefetch, other.steering.ahead.policy.counts
+    prefetch, counts = other.source.prefetch, route_ahead(other).counts
     assert prefetch.issued == prefetch.useful > 0
     assert counts.committed == 4 * (len(PROMPTS[0]) - 1)
     other.close()

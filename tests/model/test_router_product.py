@@ -11,7 +11,8 @@ import pytest
 
 from routeahead import SettingsError
 from routeahead.llamacpp import ggml
-from routeahead.llamacpp.router_product import Gate, Precision
+from routeahead.llamacpp.router_product import RouterProduct
+from routeahead.routing.policy import Precision
 
 pytestmark = pytest.mark.fast
 
@@ -33,7 +34,7 @@ def test_gate_is_the_product(kind: str, precision: Precision) -> None:
     values = rng.standard_normal((24, 96), dtype=np.float32)
     row = rng.standard_normal(96, dtype=np.float32)
     tensor, stored = matrix(kind, values)
-    gate = Gate(tensor, precision)
+    gate = RouterProduct(tensor, precision)
     exact = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind]).reshape(24, 96)
     expected = exact.astype(np.float64) @ row.astype(np.float64)
     coarse = precision == "int8" or kind == "Q8_0"  # the row is rounded to 8 bits as well
@@ -46,7 +47,7 @@ def test_gate_is_the_product(kind: str, precision: Precision) -> None:
 def test_gate_in_float32_uses_the_models_memory() -> None:
     values = np.zeros((8, 64), np.float32)
     tensor, stored = matrix("F32", values)
-    gate = Gate(tensor, "f32")
+    gate = RouterProduct(tensor, "f32")
     weights = np.ndarray(values.shape, np.float32, stored)
     weights[5] = 1
     assert gate.logits(np.ones(64, np.float32)).tolist() == [0, 0, 0, 0, 0, 64, 0, 0]
@@ -55,7 +56,7 @@ def test_gate_in_float32_uses_the_models_memory() -> None:
 def test_int8_needs_whole_blocks() -> None:
     tensor, _stored = matrix("F32", np.zeros((8, 40), np.float32))
     with pytest.raises(SettingsError, match="multiple of 32 numbers, and this model's have 40"):
-        Gate(tensor, "int8")
+        RouterProduct(tensor, "int8")
 
 
 def test_struct_of_a_plan_is_what_ggml_fills_in() -> None:

@@ -23,6 +23,7 @@ from gguf import GGMLQuantizationType as QuantType
 # Expert quantisations that `write` can produce; `for_quant` has a shape for each.
 QUANTS = ["F32", "F16", "Q8_0", "Q4_0", "Q4_K", "Q6_K", "MXFP4"]
 
+CONTEXT_LENGTH = 512
 HEADS = 4
 HEAD_WIDTH = 32
 FULL_HEAD_WIDTH = 64  # gemma4: heads of its full-attention layers are wider than the others
@@ -130,7 +131,7 @@ def _metadata(spec: Spec) -> dict[str, Any]:
     """Return the model's settings by key, less the architecture's name that precedes each key."""
     head = FULL_HEAD_WIDTH if spec.arch == "gemma4" else _head_width(spec, layer=0)
     settings = {
-        "context_length": 512,
+        "context_length": CONTEXT_LENGTH,
         "embedding_length": spec.width,
         "block_count": spec.layers,
         "feed_forward_length": DENSE_WIDTH,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from routeahead.policies.probe import CONTROL, Probe
+from routeahead.prediction.scores import (
+    CONTROL,
+    PredictorScores,
+)
 
 
 def test_a_probe_that_is_off_says_so() -> None:
-    probe = Probe([0], n_expert=4)
+    probe = PredictorScores([0], n_expert=4)
     probe.begin()
     probe.predict(CONTROL, 0, np.array([1, 2], np.int32))
     probe.routed(0, np.array([[1, 3]], np.int32), score=True)

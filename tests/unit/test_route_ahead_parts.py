@@ -5,21 +5,38 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support import policies as routings
+from support.policies import model
 
 from routeahead.policies.route_ahead import RouteAhead
 from routeahead.prediction.watchdog import WATCH_SLOTS, Watchdog
-from routeahead.routing.policy import Routing
+from routeahead.types import Phase
 
 # --- the policy ---
 
 
-def no_scores() -> npt.NDArray[np.float32]:
-    raise AssertionError("route-ahead has no use for the router's scores")
+class Silent:
+    """A ranker that knows no router: rankings are offered by hand."""
+
+    def prepare(self) -> None:
+        pass
+
+    def __contains__(self, layer: object) -> bool:
+        return False
 
 
-def routing(layer: int, *rows: list[int], phase: str = "decode") -> Routing:
-    ids = np.array(rows, np.int32)
-    return Routing(phase, layer, np.arange(len(rows)), ids, no_scores, lambda *_: False)  # type: ignore[arg-type]
+def route_ahead(*layers: int) -> RouteAhead:
+    policy = RouteAhead(1)
+    policy.bind(model(layers, ranker=lambda precision: Silent()))
+    policy.begin("decode", 0)
+    return policy
+
+
+def routed(policy: RouteAhead, layer: int, *rows: list[int], phase: Phase = "decode") -> list:
+    """What became of a routing, and whether it was committed."""
+    routing = routings.routing(layer, np.array(rows, np.int32), phase=phase)
+    policy.routed(routing)
+    return [routing.ids.tolist(), routing.committed]
 
 
 def ids(*values: int) -> npt.NDArray[np.int32]:
@@ -27,12 +44,10 @@ def ids(*values: int) -> npt.NDArray[np.int32]:
 
 
 def test_commits_in_place_and_counts_agreement() -> None:
-    policy = RouteAhead([2, 5, 7], 1, Watchdog(3))
-    policy.begin()
-    assert policy.offer(policy.serial, 1, ids(4, 1, 9))
-    first, second = routing(2, [1, 2, 3]), routing(5, [1, 2, 9])
-    assert not policy.commit(first) and policy.commit(second)
-    assert first.ids.tolist() == [[1, 2, 3]] and second.ids.tolist() == [[4, 1, 9]]
+    policy = route_ahead(2, 5, 7)
+    assert policy.offer(policy.serial, 5, ids(4, 1, 9))
+    assert routed(policy, 2, [1, 2, 3]) == [[[1, 2, 3]], False]
+    assert routed(policy, 5, [1, 2, 9]) == [[[4, 1, 9]], True]
     counts = policy.counts
     assert (counts.committed, counts.slots, counts.agreed_slots) == (1, 3, 2)
     assert counts.by_layer[5].agreed_slots == 2 and counts.by_layer[2].slots == 0
@@ -40,35 +55,31 @@ def test_commits_in_place_and_counts_agreement() -> None:
 
 
 def test_a_stale_ranking_is_never_committed() -> None:
-    policy = RouteAhead([0, 1], 1, Watchdog(2))
-    policy.begin()
+    policy = route_ahead(0, 1)
     serial = policy.serial
     assert policy.offer(serial, 1, ids(5, 6))
-    policy.begin()  # the token was abandoned, say
-    asked = routing(1, [1, 2])
-    assert not policy.commit(asked) and asked.ids.tolist() == [[1, 2]]
+    policy.begin("decode", 1)  # the token was abandoned, say
+    assert routed(policy, 1, [1, 2]) == [[[1, 2]], False]
     assert not policy.offer(serial, 1, ids(5, 6))
-    assert not policy.commit(routing(1, [1, 2]))
-    assert policy.offer(policy.serial, 1, ids(5, 6)) and policy.commit(routing(1, [1, 2]))
-    assert not policy.commit(routing(1, [1, 2]))  # nor is one committed twice
+    assert not routed(policy, 1, [1, 2])[1]
+    assert policy.offer(policy.serial, 1, ids(5, 6)) and routed(policy, 1, [1, 2])[1]
+    assert not routed(policy, 1, [1, 2])[1]  # nor is one committed twice
     assert policy.counts.by_reason["late"] == 3
 
 
 def test_reasons() -> None:
-    watchdog = Watchdog(2)
-    policy = RouteAhead([0, 1], 1, watchdog)
-    policy.begin()
-    policy.commit(routing(1, [1, 2], phase="prefill"))
-    policy.commit(routing(1, [1, 2], [3, 4]))
+    policy = route_ahead(0, 1)
+    routed(policy, 1, [1, 2], phase="prefill")
+    routed(policy, 1, [1, 2], [3, 4])
     policy.cannot_predict(1, "unreadable")
-    policy.commit(routing(1, [1, 2]))
-    policy.begin()
+    routed(policy, 1, [1, 2])
+    policy.begin("decode", 1)
     policy.cannot_predict(1, "first_token")
-    policy.commit(routing(1, [1, 2]))
-    policy.begin()
+    routed(policy, 1, [1, 2])
+    policy.begin("decode", 2)
     policy.offer(policy.serial, 1, ids(8, 9))
-    watchdog.disarmed = "because"
-    policy.commit(routing(1, [1, 2]))
+    policy.predictions.watchdog.disarmed = "because"
+    routed(policy, 1, [1, 2])
     counted = {why: n for why, n in policy.counts.by_reason.items() if n}
     assert counted == dict.fromkeys(
         ("prefill", "several_rows", "unreadable", "first_token", "disarmed"), 1

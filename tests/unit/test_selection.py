@@ -19,11 +19,11 @@ def test_ranks_by_logit_and_takes_the_lower_id_of_equals() -> None:
     assert rule.select(floats(1, 5, 5, -2, 5)).dtype == np.int32
 
 
-def test_gate_bias_comes_before_the_activation_and_selection_bias_after() -> None:
+def test_router_bias_comes_before_the_activation_and_selection_bias_after() -> None:
     logits, bias = floats(0, 1, 2, 3), floats(0, 0, 0.6, 0)
     # Sigmoid squeezes: 0.6 more than sigmoid(2) is above sigmoid(3), and 0.6 more than 2 is not.
     assert SelectionRule(2, "sigmoid", selection_bias=bias).select(logits).tolist() == [2, 3]
-    assert SelectionRule(2, "sigmoid", gate_bias=bias).select(logits).tolist() == [3, 2]
+    assert SelectionRule(2, "sigmoid", router_bias=bias).select(logits).tolist() == [3, 2]
 
 
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid", "sqrt_softplus", "none"])

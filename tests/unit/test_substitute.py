@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from support.policies import Reads, routing
 
 from routeahead.policies.substitute import Substitute
-from routeahead.routing.policy import Routing
 
 
 def substituted(
@@ -13,15 +13,8 @@ def substituted(
 ) -> tuple[list[int], int]:
     row = np.array([ids], np.int32)
     policy = Substitute(margin)
-    routing = Routing(
-        "decode",
-        0,
-        np.arange(1),
-        row,
-        lambda: np.array([scores], np.float32),
-        lambda layer, expert: expert in resident,
-    )
-    policy.commit(routing)
+    ranked = np.array([scores], np.float32)
+    policy.routed(routing(0, row, reads=Reads(resident), scores=lambda: ranked))
     return row[0].tolist(), policy.substituted
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+from support.policies import Reads, model, routing
 
 from routeahead.policies.prefetch import TemporalPrefetch
 
 
 def test_temporal_guesses_the_last_token() -> None:
-    prefetch = TemporalPrefetch([1, 3, 4], depth=2)
-    assert list(prefetch.guesses(1)) == []
-    prefetch.routed(3, np.array([[7, 8], [5, 6]], np.int32))
-    prefetch.routed(4, np.array([[2, 1]], np.int32))
-    assert list(prefetch.guesses(1)) == [(3, [5, 6]), (4, [2, 1])]
-    assert list(prefetch.guesses(3)) == [(4, [2, 1])]
-    assert list(prefetch.guesses(4)) == []
+    prefetch, reads = TemporalPrefetch(depth=2), Reads()
+    prefetch.bind(model([1, 3, 4], reads=reads))
+    for layer, rows in ((1, [[0, 9]]), (3, [[7, 8], [5, 6]]), (4, [[2, 1]])):
+        prefetch.issued(routing(layer, np.array(rows, np.int32), phase="prefill"))
+    assert reads.asked == []
+    for layer in (1, 3, 4):
+        prefetch.issued(routing(layer, np.array([[3, 4]], np.int32)))
+    assert reads.asked == [("guess", 3, [5, 6]), ("guess", 4, [2, 1]), ("guess", 4, [2, 1])]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from routeahead.config import DEFAULT_IO_THREADS
+from routeahead.config import Settings
 from routeahead.experts.layout import BLOCK, MIB, Shard, ceil_block
 from routeahead.experts.reader import FileReader
 
@@ -80,10 +80,10 @@ def probe_disk(shards: Sequence[Shard], seconds: float) -> dict[str, Any]:
     reader = FileReader(shards)
     try:
         start = time.perf_counter()
-        with ThreadPoolExecutor(DEFAULT_IO_THREADS) as pool:
+        with ThreadPoolExecutor(Settings.io_threads) as pool:
             lanes = [
                 pool.submit(_read_random, reader, shards, start + seconds, seed)
-                for seed in range(DEFAULT_IO_THREADS)
+                for seed in range(Settings.io_threads)
             ]
             total = sum(lane.result() for lane in lanes)
         rate = total / MIB / (time.perf_counter() - start)

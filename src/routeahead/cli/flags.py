@@ -1,16 +1,14 @@
-"""Settings written as the streaming flags of `routeahead run`, read by its own definitions."""
+"""Settings written as the streaming flags of `routeahead run`."""
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import fields
 from functools import cache
 from typing import Any
 
 import typer
 
 from routeahead.cli import options
-from routeahead.cli.run import run
 from routeahead.config import Settings
 from routeahead.errors import RouteAheadError, SettingsError
 
@@ -21,15 +19,14 @@ _UsageError: Any = typer.BadParameter.__base__
 def llama_kwargs(flags: str) -> dict[str, Any]:
     """Keyword arguments for `routeahead.Llama` from e.g. `--cache-mb 300 --no-overlap`.
 
-    Every option of `run` that is a field of `routeahead.Settings` is known here; its other options
-    and its arguments are refused.
+    Every field of `routeahead.Settings` has a flag here; other options of `run` are refused.
 
     Raises:
         SettingsError: a flag is unknown, not about streaming, or has a value that makes no sense.
     """
     try:
         values = _streaming_command().make_context("", shlex.split(flags)).params
-        kwargs = options.streaming(**values)
+        kwargs = options.as_settings(values)
         Settings.split(kwargs)
     except _UsageError as error:
         reason = error.format_message().rstrip(".")
@@ -43,10 +40,12 @@ def llama_kwargs(flags: str) -> dict[str, Any]:
 
 @cache
 def _streaming_command() -> Any:
-    """The command `run`, less every option that is no setting."""
+    """A command whose options are the settings."""
     app = typer.Typer(add_completion=False)
-    app.command(add_help_option=False)(run)
-    command = typer.main.get_command(app)
-    names = {field.name for field in fields(Settings)}
-    command.params = [option for option in command.params if option.name in names]
-    return command
+
+    @app.command(add_help_option=False)
+    @options.with_settings
+    def streaming(**settings: Any) -> None:
+        pass
+
+    return typer.main.get_command(app)

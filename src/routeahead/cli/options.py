@@ -2,174 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_origin
 
 import typer
 
-from routeahead.config import CacheSize
+from routeahead.config import Settings
 from routeahead.errors import SettingsError
+from routeahead.policies.settings import CacheSize
+from routeahead.setting import (
+    EXPERIMENTS,
+    POLICIES,
+    ROUTE_AHEAD,
+    STREAMING,
+    Facts,
+    facts_of,
+    types_of,
+)
 
-STREAM = "Streaming"
-CONTROL = "Experiments"
 TRACES = "Traces"
-LOSSY = "Route-ahead"
-NEIGHBOURS = "Other policies"
 
 Model = Annotated[
     Path, typer.Argument(help="GGUF file; of a split model, any of its shards.", show_default=False)
-]
-CacheMb = Annotated[
-    str,
-    typer.Option(
-        help="Expert cache in MiB; 'auto' sizes it from free memory, 0 keeps nothing.",
-        rich_help_panel=STREAM,
-    ),
-]
-ForceCache = Annotated[
-    bool,
-    typer.Option(
-        "--force-cache",
-        help="Allow a cache smaller than what one token routes to.",
-        rich_help_panel=STREAM,
-    ),
-]
-IoThreads = Annotated[
-    int, typer.Option(help="Lanes: threads that read experts.", rich_help_panel=STREAM)
-]
-Overlap = Annotated[
-    bool,
-    typer.Option(help="Read later projections while earlier ones compute.", rich_help_panel=STREAM),
-]
-Dense = Annotated[
-    str,
-    typer.Option(
-        help="Dense weights: 'anon' (read once, never dropped) or 'mmap' (mapped lazily).",
-        rich_help_panel=STREAM,
-    ),
-]
-DirectIo = Annotated[
-    bool,
-    typer.Option(help="Read experts past the page cache (O_DIRECT).", rich_help_panel=STREAM),
-]
-NExpertUsed = Annotated[
-    int | None,
-    typer.Option(
-        help="Experts a token routes to, instead of the model's (lossy).",
-        show_default="the model's",
-        rich_help_panel=STREAM,
-    ),
-]
-ReplayRouting = Annotated[
-    Path | None,
-    typer.Option(
-        help="Route as this recorded trace did (random weights, real locality).",
-        rich_help_panel=CONTROL,
-    ),
-]
-RouteAhead = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        help="Commit each decode layer's experts N MoE layers early, so that they are read in "
-        "time (lossy); 0 is off.",
-        rich_help_panel=LOSSY,
-    ),
-]
-RouteAheadCompute = Annotated[
-    str,
-    typer.Option(
-        help="Predict in the graph's callback ('inline') or on a thread of its own ('worker').",
-        rich_help_panel=LOSSY,
-    ),
-]
-RouteAheadLate = Annotated[
-    str,
-    typer.Option(
-        help="A prediction that is late is waited for ('wait') or left to the router ('pass').",
-        rich_help_panel=LOSSY,
-    ),
-]
-GatePrecision = Annotated[
-    str,
-    typer.Option(
-        help="Router matrices that predict: 'f32' (the model's own), 'f16' or 'int8'.",
-        rich_help_panel=LOSSY,
-    ),
-]
-DropColdExperts = Annotated[
-    float,
-    typer.Option(
-        metavar="F",
-        help="Do not read a missing expert whose share of the routing is below F / top-k (lossy); "
-        "0 is off.",
-        rich_help_panel=NEIGHBOURS,
-    ),
-]
-DropRenorm = Annotated[
-    bool,
-    typer.Option(
-        help="With --drop-cold-experts: scale the others' weights to the routing's mass.",
-        rich_help_panel=NEIGHBOURS,
-    ),
-]
-DropInPrefill = Annotated[
-    bool,
-    typer.Option(
-        "--drop-in-prefill",
-        help="With --drop-cold-experts: in prompts too.",
-        rich_help_panel=NEIGHBOURS,
-    ),
-]
-DropAware = Annotated[
-    bool,
-    typer.Option(
-        help="With --drop-cold-experts: do not read early what a prediction says will be dropped.",
-        rich_help_panel=NEIGHBOURS,
-    ),
-]
-ExpertSubstitute = Annotated[
-    float,
-    typer.Option(
-        metavar="M",
-        help="Raise resident experts' selection scores by M times the score range (lossy); 0 is "
-        "off.",
-        rich_help_panel=NEIGHBOURS,
-    ),
-]
-Prefetch = Annotated[
-    int,
-    typer.Option(
-        metavar="K",
-        help="Read ahead what the previous token routed to in the next K MoE layers; 0 is off.",
-        rich_help_panel=NEIGHBOURS,
-    ),
-]
-PredictPrefetch = Annotated[
-    bool,
-    typer.Option(
-        "--predict-prefetch",
-        help="Read ahead what the next layer's router says of this layer's input.",
-        rich_help_panel=NEIGHBOURS,
-    ),
-]
-PredictSpecMax = Annotated[
-    int,
-    typer.Option(
-        metavar="M",
-        help="With --predict-prefetch: missing experts to read a layer at most; 0 only keeps what "
-        "is there.",
-        rich_help_panel=NEIGHBOURS,
-    ),
-]
-PredictLog = Annotated[
-    bool,
-    typer.Option(
-        "--predict-log",
-        help="Score how well routings could have been predicted; changes nothing, and is slow.",
-        rich_help_panel=NEIGHBOURS,
-    ),
 ]
 Csv = Annotated[
     Path | None, typer.Option(help="Write a row a decoded token.", rich_help_panel=TRACES)
@@ -182,28 +40,88 @@ RouteTrace = Annotated[
     Path | None,
     typer.Option(help="Write every routing (.csv or .parquet).", rich_help_panel=TRACES),
 ]
-Throttle = Annotated[
-    float,
-    typer.Option(help="Read at most this many MiB/s, as a slower disk.", rich_help_panel=CONTROL),
-]
-ThrottleLatencyMs = Annotated[
-    float, typer.Option(help="With --throttle: delay of each read.", rich_help_panel=CONTROL)
-]
 ForcedTokens = Annotated[
     str,
     typer.Option(
         help="Feed these tokens instead of sampling: a file of ids, or seed:N for random ones.",
-        rich_help_panel=CONTROL,
+        rich_help_panel=EXPERIMENTS,
     ),
 ]
-Resident = Annotated[
-    bool,
-    typer.Option(
-        "--resident",
-        help="Load everything and stream nothing: the reference to compare with.",
-        rich_help_panel=STREAM,
-    ),
-]
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command that takes `**settings` an option for each field of `Settings`.
+
+    The command gets keyword arguments for `routeahead.Llama`.
+    """
+    own = [
+        parameter
+        for parameter in inspect.signature(command, eval_str=True).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    names = {parameter.name for parameter in own}
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> None:
+        given = {name: value for name, value in values.items() if name in names}
+        settings = {name: value for name, value in values.items() if name not in names}
+        command(**given, **as_settings(settings))
+
+    parameters = [*own, *_setting_parameters()]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapper
+
+
+def as_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `Settings` from the values of their options.
+
+    Raises:
+        SettingsError: the cache's size is none.
+    """
+    return values | {
+        "cache_mb": cache_size(values["cache_mb"]),
+        "policy": tuple(values["policy"]),
+    }
+
+
+def _setting_parameters() -> list[inspect.Parameter]:
+    """An option for each setting, by the headings of `--help`."""
+    panels = (STREAMING, ROUTE_AHEAD, POLICIES, EXPERIMENTS)
+    kinds, facts = types_of(Settings), facts_of(Settings)
+    order = sorted(facts, key=lambda name: panels.index(facts[name].panel))
+    return [_parameter(name, kinds[name], facts[name]) for name in order]
+
+
+def _parameter(name: str, kind: Any, facts: Facts) -> inspect.Parameter:
+    default = getattr(Settings, name)
+    flags = [f"--{name.replace('_', '-')}"] if default is False else []
+    option = typer.Option(
+        *flags,
+        help=_help(facts),
+        rich_help_panel=facts.panel,
+        metavar=facts.metavar or ("|".join(kind.__args__) if _is_choice(kind) else None),
+        show_default=facts.unset or True,
+    )
+    if _is_choice(kind) or kind == CacheSize:
+        kind = str  # checked by `Settings`, like every other value
+    elif get_origin(kind) is tuple:
+        kind, default = list[str], list(default)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
+def _is_choice(kind: Any) -> bool:
+    return get_origin(kind) is Literal
+
+
+def _help(facts: Facts) -> str:
+    """The text with the settings that it needs written as flags."""
+    text = facts.help
+    for needed in facts.needs:
+        text = text.replace(f"With {needed}:", f"With --{needed.replace('_', '-')}:")
+    return text
 
 
 def cache_size(text: str) -> CacheSize:
@@ -218,11 +136,6 @@ def cache_size(text: str) -> CacheSize:
         return int(text)
     except ValueError:
         raise SettingsError(f"--cache-mb {text}: give a size in MiB, 0, or auto") from None
-
-
-def streaming(*, cache_mb: str, **settings: Any) -> dict[str, Any]:
-    """Fields of `routeahead.Settings` from the options above."""
-    return {"cache_mb": cache_size(cache_mb), **settings}
 
 
 def forced_tokens(text: str, count: int, n_vocab: int) -> list[int]:

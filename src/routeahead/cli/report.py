@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from routeahead.cli import steering_report
 from routeahead.engine.llama import Llama
 from routeahead.experts.layout import MIB
-from routeahead.telemetry.counters import peak_rss_bytes
+from routeahead.experts.source import ExpertSource
+from routeahead.telemetry.counters import peak_rss_bytes, share
 
 
 def counters(llm: Llama, first_token_s: float) -> dict[str, float | int]:
@@ -51,6 +51,18 @@ def model(llm: Llama) -> dict[str, Any]:
     }
 
 
+def policies(llm: Llama) -> dict[str, Any]:
+    """What the policies report, and what became of the experts that they read early."""
+    found = llm.policies.report(llm.counters.decode)
+    if llm.source and llm.policies.reads_early:
+        found["prefetch"] = {
+            "source": llm.policies.reads_early,
+            **vars(llm.source.prefetch),
+            "bytes": llm.source.lanes.early_bytes,
+        }
+    return found
+
+
 def lines(llm: Llama, figures: dict[str, float | int]) -> list[str]:
     """Where the time went, what the cache did, what overlap hid; then what the policies did."""
     ms = {name: 1e3 * figures[f"{name}s_per_token"] for name in ("", "compute_", "stall_", "mgmt_")}
@@ -78,5 +90,17 @@ def lines(llm: Llama, figures: dict[str, float | int]) -> list[str]:
         f"moe-overlap: {'on' if llm.settings.overlap else 'off'}, "
         f"{llm.settings.io_threads} lanes{'' if llm.direct_io else ' (buffered)'}: "
         f"{io_ms:.1f} ms of lane time a token, at least {hidden:.1f} ms of it hidden",
-        *steering_report.lines(llm),
+        *llm.policies.lines(decode),
+        *_early_lines(source, llm.policies.reads_early),
+    ]
+
+
+def _early_lines(source: ExpertSource, made_by: str) -> list[str]:
+    """What was read before its layer asked, if a policy does that."""
+    if not made_by:
+        return []
+    early, mib = source.prefetch, source.lanes.early_bytes // MIB
+    return [
+        f"moe-prefetch: {mib} MiB ahead, {early.useful}/{early.issued} experts useful "
+        f"({share(early.useful, early.issued)}) [{made_by}]"
     ]

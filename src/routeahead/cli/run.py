@@ -16,9 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from routeahead.cli import options, steering_report
+from routeahead.cli import options
 from routeahead.cli import report as reports
-from routeahead.config import Settings
 from routeahead.engine.llama import Llama
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import shard_paths
@@ -35,6 +34,7 @@ STEP_COLUMNS = (
 )  # fmt: skip
 
 
+@options.with_settings
 def run(
     model: options.Model = DEFAULT_MODEL,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue.")] = "",
@@ -59,66 +59,17 @@ def run(
     temp: Annotated[float, typer.Option(min=0, help="Temperature; 0 decodes greedily.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed for --temp above 0.")] = 0,
     report: Annotated[Path | None, typer.Option(help="Write the run as JSON to this file.")] = None,
-    cache_mb: options.CacheMb = "auto",
-    io_threads: options.IoThreads = Settings.io_threads,
-    overlap: options.Overlap = True,
-    dense: options.Dense = "anon",
-    direct_io: options.DirectIo = True,
-    force_cache: options.ForceCache = False,
-    resident: options.Resident = False,
-    n_expert_used: options.NExpertUsed = None,
-    route_ahead: options.RouteAhead = 0,
-    route_ahead_compute: options.RouteAheadCompute = Settings.route_ahead_compute,
-    route_ahead_late: options.RouteAheadLate = Settings.route_ahead_late,
-    gate_precision: options.GatePrecision = Settings.gate_precision,
-    drop_cold_experts: options.DropColdExperts = 0.0,
-    drop_renorm: options.DropRenorm = Settings.drop_renorm,
-    drop_in_prefill: options.DropInPrefill = False,
-    drop_aware: options.DropAware = True,
-    expert_substitute: options.ExpertSubstitute = 0.0,
-    prefetch: options.Prefetch = 0,
-    predict_prefetch: options.PredictPrefetch = False,
-    predict_spec_max: options.PredictSpecMax = Settings.predict_spec_max,
-    predict_log: options.PredictLog = False,
-    throttle: options.Throttle = 0.0,
-    throttle_latency_ms: options.ThrottleLatencyMs = 0.0,
     forced_tokens: options.ForcedTokens = "",
-    replay_routing: options.ReplayRouting = None,
     csv: options.Csv = None,
     io_trace: options.IoTrace = None,
     route_trace: options.RouteTrace = None,
+    **settings: Any,
 ) -> None:
     """Generate text; the text goes to stdout, a summary of the run to stderr."""
     text = _prompt(prompt, prompt_file)
     _check_apart(model, [path for path in (report, csv, io_trace, route_trace) if path])
     if report:
         _check_writable(report)
-    settings = options.streaming(
-        resident=resident,
-        cache_mb=cache_mb,
-        io_threads=io_threads,
-        overlap=overlap,
-        dense=dense,
-        direct_io=direct_io,
-        force_cache=force_cache,
-        n_expert_used=n_expert_used,
-        route_ahead=route_ahead,
-        route_ahead_compute=route_ahead_compute,
-        route_ahead_late=route_ahead_late,
-        gate_precision=gate_precision,
-        drop_cold_experts=drop_cold_experts,
-        drop_renorm=drop_renorm,
-        drop_in_prefill=drop_in_prefill,
-        drop_aware=drop_aware,
-        expert_substitute=expert_substitute,
-        prefetch=prefetch,
-        predict_prefetch=predict_prefetch,
-        predict_spec_max=predict_spec_max,
-        predict_log=predict_log,
-        throttle=throttle,
-        throttle_latency_ms=throttle_latency_ms,
-        replay_routing=replay_routing,
-    )
     outputs = Outputs(csv=csv, io_trace=io_trace, route_trace=route_trace)
     llm = load(model, settings, context=context, threads=threads, seed=seed, outputs=outputs)
     try:
@@ -246,7 +197,7 @@ class Generation:
             "decode_steps": {
                 name: [getattr(step, name) for step in self.decode_steps] for name in STEP_COLUMNS
             },
-            **steering_report.facts(self._llm),
+            **reports.policies(self._llm),
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 import warnings
@@ -13,15 +14,23 @@ import psutil
 
 from routeahead.config import Settings
 from routeahead.engine.memory import available_bytes
-from routeahead.engine.policies import Steering
+from routeahead.engine.policies import Policies
 from routeahead.engine.streamed_model import Progress, StreamedModel, WrapReader
 from routeahead.errors import ModelError, SettingsError, StreamError
 from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp import native_log
 from routeahead.llamacpp.gguf_file import read_layout
-from routeahead.telemetry.counters import Counters, Phase, Totals, cpu_s
+from routeahead.routing.policy import Policy
+from routeahead.telemetry.counters import Counters, Totals, cpu_s
 from routeahead.telemetry.recorder import NOTHING, Outputs
+from routeahead.types import Phase
+
+# What `llama_cpp.Llama` takes: other keywords are misspelt.
+_LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {
+    "self",
+    "kwargs",
+}
 
 
 def physical_cores() -> int:
@@ -55,6 +64,7 @@ class Llama(llama_cpp.Llama):
         progress: Progress | None = None,
         cap_context: bool = False,
         outputs: Outputs = NOTHING,
+        policies: Sequence[Policy] = (),
         **arguments: Any,
     ) -> None:
         """
@@ -64,6 +74,7 @@ class Llama(llama_cpp.Llama):
             progress: called with (bytes, bytes in all) while the dense weights are read.
             cap_context: take `n_ctx` as a wish and the model's trained context as its limit.
             outputs: traces to write.
+            policies: policies of your own, after the built-in ones (docs/policy-api.md).
             arguments: fields of `routeahead.Settings`, and what `llama_cpp.Llama` takes.
 
         Raises:
@@ -71,18 +82,20 @@ class Llama(llama_cpp.Llama):
             SettingsError: settings contradict each other or the cache is too small.
         """
         started = time.perf_counter()
-        self.settings, llama = Settings.split(arguments)
+        self.settings, llama = Settings.split(arguments, _LLAMA_ARGUMENTS)
         self.layout = read_layout(model_path)
         self.counters = Counters()
         self._read_until: tuple[float, int, int] | None = None  # lanes' totals after a batch
         self.phase: Phase = "prefill"
         trained = self.layout.value("context_length")
         if cap_context and trained:
-            llama["n_ctx"] = min(llama["n_ctx"], int(trained))
-        if self.settings.resident and outputs != NOTHING:
-            raise SettingsError("csv, io_trace and route_trace record streaming: not with resident")
+            llama["n_ctx"] = min(llama.get("n_ctx") or int(trained), int(trained))
+        if self.settings.resident and (outputs != NOTHING or policies):
+            raise SettingsError(
+                "csv, io_trace, route_trace and policies are about streaming: not with resident"
+            )
         if not self.settings.resident:
-            self._prepare(wrap_reader, poison, outputs)
+            self._prepare(wrap_reader, poison, outputs, policies)
         try:
             self._load(llama, progress)
         except BaseException:
@@ -116,7 +129,13 @@ class Llama(llama_cpp.Llama):
 
     # --- loading ---
 
-    def _prepare(self, wrap_reader: WrapReader | None, poison: bool, outputs: Outputs) -> None:
+    def _prepare(
+        self,
+        wrap_reader: WrapReader | None,
+        poison: bool,
+        outputs: Outputs,
+        policies: Sequence[Policy],
+    ) -> None:
         try:
             self.streamed = StreamedModel(
                 self.layout,
@@ -124,6 +143,7 @@ class Llama(llama_cpp.Llama):
                 wrap_reader=wrap_reader,
                 poison=poison,
                 outputs=outputs,
+                policies=policies,
             )
         except StreamError as error:
             # Without the struct layout that streaming needs, the model is loaded whole, if it fits.
@@ -203,13 +223,13 @@ class Llama(llama_cpp.Llama):
         phase, streamed, before = self.phase, self.streamed, self._reading()
         if self._read_until:  # a guess may have been read since the last batch: it counts here
             before.io_s, before.bytes_read, before.reads = self._read_until
-        if streamed:
-            streamed.hook.begin()
-            streamed.stream.begin(phase, self.n_tokens)
         try:
+            if streamed:
+                streamed.callback.begin()
+                streamed.stream.begin(phase, self.n_tokens)
             self._plain_decode(batch)
             if streamed:
-                streamed.hook.check()
+                streamed.callback.check()
                 streamed.stream.end()
         except BaseException:
             self._undo()
@@ -224,13 +244,13 @@ class Llama(llama_cpp.Llama):
 
     def _undo(self) -> None:
         """After a failed batch: back to the state before it."""
-        if self.streamed:
-            self.streamed.stream.recover()
         self._requires_eval = True
         if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
             # Recurrent state cannot be cut: start over.
             self._ctx.kv_cache_clear()  # type: ignore[no-untyped-call]
             self.n_tokens = 0
+        if self.streamed:
+            self.streamed.stream.recover()
 
     def _reading(self) -> Totals:
         """The running totals of everything that a step adds to."""
@@ -250,9 +270,9 @@ class Llama(llama_cpp.Llama):
         return self.streamed.stream.source if self.streamed else None
 
     @property
-    def steering(self) -> Steering:
-        """The policies and their helpers, with what they have counted."""
-        return self.streamed.stream.steering if self.streamed else Steering()
+    def policies(self) -> Policies:
+        """The policies, with what they have counted; empty if the model is resident."""
+        return self.streamed.stream.policies if self.streamed else Policies()
 
     @property
     def direct_io(self) -> bool:
@@ -267,7 +287,7 @@ class Llama(llama_cpp.Llama):
     @property
     def stops(self) -> int:
         """Calls from the graph into Python so far."""
-        return self.streamed.hook.calls if self.streamed else 0
+        return self.streamed.callback.calls if self.streamed else 0
 
     def close(self) -> None:
         """Frees the context and the model, then stops the lanes."""

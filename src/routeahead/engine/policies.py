@@ -1,148 +1,103 @@
-"""What a model does about routings beyond reading what they ask for, made from its settings."""
+"""The policies of one model: made from its settings, and called where each hook is due."""
 
 from __future__ import annotations
 
-import warnings
+import importlib
+import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from routeahead.config import Settings
-from routeahead.experts.layout import ModelLayout
-from routeahead.experts.source import ExpertSource
-from routeahead.llamacpp.eval_callback import GraphHook
-from routeahead.llamacpp.router_product import check_width
-from routeahead.policies.drop import DropCold
-from routeahead.policies.forced import ForcedRouting
-from routeahead.policies.prefetch import PredictedPrefetch, TemporalPrefetch
-from routeahead.policies.route_ahead import RouteAhead
-from routeahead.policies.substitute import Substitute
-from routeahead.prediction.predictions import Ahead
-from routeahead.prediction.probe import GateProbe
-from routeahead.prediction.ranker import Ranker
-from routeahead.prediction.watchdog import Watchdog
-from routeahead.routing.policy import RoutingPolicy
-from routeahead.telemetry.route_trace import read_trace
+from routeahead.errors import SettingsError
+from routeahead.routing.policy import Model, Policy
+from routeahead.telemetry.counters import Totals
+
+P = TypeVar("P", bound=Policy)
 
 
-@dataclass
-class Steering:
-    """All of it may be absent.
+class Policies:
+    """All policies of a model, in the order of their hooks.
 
-    Attributes:
-        policies: may change each routing, in this order.
-        drop: may then take experts out of it, when their weights are known.
-        ahead: makes predictions for `route_ahead` or `predicted`, which are among the policies.
-        temporal: guesses routings from the token before.
-        probe: scores predictors.
+    Each list has the policies that override a hook, so that a hook that nobody has costs nothing.
     """
 
-    policies: Sequence[RoutingPolicy] = ()
-    drop: DropCold | None = None
-    ahead: Ahead | None = None
-    route_ahead: RouteAhead | None = None
-    predicted: PredictedPrefetch | None = None
-    substitute: Substitute | None = None
-    temporal: TemporalPrefetch | None = None
-    probe: GateProbe | None = None
+    def __init__(self, policies: Sequence[Policy] = ()) -> None:
+        self.all = tuple(policies)
+        self.begin = self._having("begin")
+        self.routed = self._having("routed")
+        self.predict = self._having("predict")
+        self.weighted = self._having("weighted")
+        self.issued = self._having("issued")
+        self.product = self._having("product")
+        self.end = self._having("end")
+        self.wants_hidden = self._having("wants_hidden")
+
+    def _having(self, hook: str) -> tuple[Policy, ...]:
+        base = getattr(Policy, hook)
+        return tuple(p for p in self.all if getattr(type(p), hook) is not base)
+
+    def __bool__(self) -> bool:
+        return bool(self.all)
+
+    def find(self, kind: type[P]) -> P | None:
+        """The policy of that class; None if there is none."""
+        return next((policy for policy in self.all if isinstance(policy, kind)), None)
+
+    @property
+    def reads_early(self) -> str:
+        """What the report calls the early reads; empty if no policy makes any."""
+        return next((policy.reads_early for policy in self.all if policy.reads_early), "")
+
+    def recover(self) -> None:
+        for policy in self.all:
+            policy.recover()
 
     def close(self) -> None:
-        if self.ahead:
-            self.ahead.close()
+        for policy in self.all:
+            policy.close()
+
+    def report(self, decode: Totals) -> dict[str, Any]:
+        """A key for each policy that has something to report."""
+        reports = ((p.name or type(p).__name__, p.report(decode)) for p in self.all)
+        return {name: facts for name, facts in reports if facts}
+
+    def lines(self, decode: Totals) -> list[str]:
+        """The same for a terminal."""
+        return [line for policy in self.all for line in policy.lines(decode)]
 
 
-def steer(
-    settings: Settings, layout: ModelLayout, top_k: int, hook: GraphHook, source: ExpertSource
-) -> Steering:
-    """
+def make_policies(settings: Settings, model: Model, given: Sequence[Policy]) -> Policies:
+    """The built-in policies that are on, those named in the settings, then those `given`.
+
     Raises:
-        SettingsError: a setting does not fit the model.
+        SettingsError: a setting does not fit the model, or a policy cannot be loaded.
     """
-    steering, layers = Steering(), layout.moe_layers
-    check_width(settings.gate_precision, int(layout.value("embedding_length") or 0))
-    forced = _forced(settings, layout, top_k)
-    if settings.drop_cold_experts:
-        steering.drop = DropCold(
-            settings.drop_cold_experts,
-            top_k,
-            renorm=settings.drop_renorm,
-            in_prefill=settings.drop_in_prefill,
-        )
-    if settings.expert_substitute:
-        steering.substitute = Substitute(settings.expert_substitute)
-    if settings.prefetch:
-        steering.temporal = TemporalPrefetch(layers, settings.prefetch)
-    if settings.predict_log:
-        ranker = Ranker(layers, hook.tap_gates(layers), "f32")
-        steering.probe = GateProbe(layers, layout.n_expert, ranker)
-    if settings.route_ahead or settings.predict_prefetch:
-        _predict(steering, settings, layers, hook, source, forced)
-    _warn(settings, top_k)
-    policies = (steering.route_ahead, steering.predicted, forced, steering.substitute)
-    steering.policies = [policy for policy in policies if policy]
-    return steering
+    policies = [*settings.policies(model), *map(load_policy, settings.policy), *given]
+    model = replace(model, policies=policies)
+    for policy in policies:
+        policy.bind(model)
+    return Policies(policies)
 
 
-def _warn(settings: Settings, top_k: int) -> None:
-    if settings.drop_cold_experts and top_k <= 4:
-        warnings.warn(
-            f"drop_cold_experts with {top_k} experts a token: each of them carries much of the "
-            "layer's output; judge it with `routeahead eval`",
-            stacklevel=2,
-        )
-    if settings.drop_cold_experts and settings.route_ahead_compute == "worker":
-        warnings.warn(
-            "drop_cold_experts keeps what was read early, and with route_ahead_compute='worker' "
-            "that depends on timing, and so does the output: 'inline' repeats",
-            stacklevel=2,
-        )
-    looks = settings.drop_cold_experts or settings.expert_substitute
-    if looks and (settings.prefetch or settings.predict_prefetch):
-        warnings.warn(
-            "drop_cold_experts and expert_substitute look at what is in memory, and a prefetcher "
-            "changes that: the output depends on how fast its reads are",
-            stacklevel=2,
-        )
+def load_policy(name: str) -> Policy:
+    """A policy of a class that is named as `module:Class`; the current folder is searched too.
 
-
-def _forced(settings: Settings, layout: ModelLayout, top_k: int) -> ForcedRouting | None:
-    if not settings.replay_routing:
-        return None
-    trace = read_trace(settings.replay_routing)
-    return ForcedRouting(trace, layers=layout.moe_layers, n_expert=layout.n_expert, top_k=top_k)
-
-
-def _predict(
-    steering: Steering,
-    settings: Settings,
-    layers: Sequence[int],
-    hook: GraphHook,
-    source: ExpertSource,
-    forced: ForcedRouting | None,
-) -> None:
-    """Adds what predicts by gates, for the policy that wants it."""
-    watchdog = Watchdog(len(layers))
-    policy: RouteAhead | PredictedPrefetch
-    if settings.route_ahead:
-        policy = steering.route_ahead = RouteAhead(layers, settings.route_ahead, watchdog)
-        read_early = source.read_early
-    else:
-        policy = steering.predicted = PredictedPrefetch(layers)
-
-        def read_early(layer: int, experts: Sequence[int]) -> None:
-            source.protect(layer, experts)
-            source.guess(layer, experts, settings.predict_spec_max)
-
-    aware = steering.drop is not None and settings.drop_aware
-    steering.ahead = Ahead(
-        layers,
-        policy,
-        Ranker(layers, hook.tap_gates(layers), settings.gate_precision),
-        watchdog,
-        compute=settings.route_ahead_compute,
-        # A guess that is late is of no use; waiting for it would be of less.
-        late=settings.route_ahead_late if settings.route_ahead else "pass",
-        read_early=read_early,
-        resident=source.resident,
-        recorded=forced.selection if forced else None,
-        cold_share=steering.drop.threshold if steering.drop and aware else 0.0,
-    )
+    Raises:
+        SettingsError: there is no such class, it is no policy, or it cannot be made.
+    """
+    module_name, colon, class_name = name.partition(":")
+    if not (module_name and colon and class_name):
+        raise SettingsError(f"policy {name!r}: give MODULE:CLASS, as in examples.swap_policy:Swap")
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        made = getattr(importlib.import_module(module_name), class_name)()
+    except Exception as error:  # whatever the module's own code raises
+        reason = " ".join(str(error).split())
+        raise SettingsError(f"policy {name!r}: {type(error).__name__}: {reason}") from error
+    if not isinstance(made, Policy):
+        raise SettingsError(f"policy {name!r}: is no routeahead.Policy; derive the class from it")
+    return made

@@ -8,20 +8,21 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from routeahead.engine.policies import Steering
+from routeahead.engine.policies import Policies
 from routeahead.errors import StreamError
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.source import ExpertSource, Load
+from routeahead.llamacpp.router_input import RouterInput
 from routeahead.routing.policy import Routing
-from routeahead.telemetry.counters import Phase
 from routeahead.telemetry.route_log import RouteLog
+from routeahead.types import Floats, Ids, Phase
 
 
 class Stream:
     """Observer of one context: at each top-k it provides the experts, at each product it waits.
 
     Attributes:
-        steering: the policies and their helpers.
+        policies: whose hooks are called (`routing.policy` has their order).
         mgmt_s: seconds of the evaluation thread in here, waiting for bytes excluded.
     """
 
@@ -30,23 +31,31 @@ class Stream:
         source: ExpertSource,
         tensors: Mapping[int, ExpertTensor],
         *,
+        n_expert: int,
         overlap: bool,
-        scores: Callable[[], npt.NDArray[np.float32]],
-        steering: Steering,
+        scores: Callable[[], Floats],
+        policies: Policies,
+        hidden: RouterInput | None = None,
         log: RouteLog | None = None,
     ) -> None:
         """
+        Streams from `source`.
+
         Args:
             tensors: address of an expert tensor's struct → where it lies in the file.
             scores: gives (rows, n_expert), what the top-k that stops the graph has ranked.
+            hidden: where hidden vectors are read; None if no policy wants them.
             log: is told of each routing.
         """
         self.source = source
-        self._tensors = tensors
-        self._overlap = overlap
-        self._scores, self.steering, self._log = scores, steering, log
+        self._tensors, self._n_expert = tensors, n_expert
+        self._overlap, self._scores = overlap, scores
+        self.policies, self._hidden, self._log = policies, hidden, log
+        self._watched = bool(policies) or log is not None
         self._load: Load | None = None
-        self._held: tuple[int, npt.NDArray[np.int32]] | None = None  # routed, weights unknown yet
+        self._routing: Routing | None = None  # of the layer that was routed last, if watched
+        self._held = False  # its reads wait until its weights are known
+        self._hold = False  # so do those of this batch
         self._order: list[str] = []  # projections as the graph was seen to compute them
         self._known = {tensor.projection for tensor in tensors.values()}
         self._position = Positions()
@@ -58,99 +67,107 @@ class Stream:
         self.phase = phase
         self.source.begin()
         self._position.begin(position)
-        if self.steering.ahead:
-            self.steering.ahead.begin(phase, position)
-        if self.steering.probe:
-            self.steering.probe.begin(phase)
+        for policy in self.policies.begin:
+            policy.begin(phase, position)
+        self._hold = any([policy.wants_weights(phase) for policy in self.policies.weighted])
+        if self._hidden:
+            wanted = [policy.wants_hidden(phase) for policy in self.policies.wants_hidden]
+            self._hidden.begin(reading=any(wanted))
         if self._log and position == 0:
             self._log.turn()
 
     def end(self) -> None:
         """The batch was evaluated."""
-        if self.steering.ahead:
+        for policy in self.policies.end:
+            policy.end()
+        if self.policies:
             self.source.release()
 
-    def routed(
-        self, layer: int, ids: npt.NDArray[np.int32], row: npt.NDArray[np.float32] | None
-    ) -> bool:
+    def routed(self, layer: int, ids: Ids, hidden: Floats | None) -> bool:
         start, stalled = time.perf_counter(), self.source.stall_s
-        steering = self.steering
-        if steering.probe:
-            steering.probe.routed(layer, ids, row)
-        if steering.ahead:
-            steering.ahead.settle(layer, ids, row)
-        if steering.policies or self._log:
-            self._decide(layer, ids)
-        hold = steering.drop is not None and steering.drop.armed(self.phase)
-        if hold:
-            self._held = layer, ids
-        else:
+        if self._watched:
+            self._decide(layer, ids, hidden)
+        self._held = self._hold
+        if not self._held:
             self._provide(layer, ids)
-        if steering.ahead:
-            steering.ahead.predict(layer, len(ids), row)
-        if not hold:
-            self._provided(layer)
+        if self._routing:
+            for policy in self.policies.predict:
+                policy.predict(self._routing)
+            self._routing.hidden = None  # the graph reuses its memory from here on
+        if not self._held:
+            self._provided()
         self._account(start, stalled)
-        return hold or self._load is not None
+        return self._held or self._load is not None
 
-    @property
-    def holding(self) -> bool:
-        return self._held is not None
-
-    def final_weights(self, weights: npt.NDArray[np.float32]) -> bool:
-        start, stalled = time.perf_counter(), self.source.stall_s
-        if self._held and self.steering.drop:
-            layer, ids = self._held
-            if self._log:
-                self._log.weights(weights)
-            dropped = self.steering.drop.drop(layer, ids, weights, self.source.resident)
-            if self._log:
-                self._log.dropped(dropped)
-            self._provide_held()
-        self._account(start, stalled)
-        return self._load is not None
-
-    def _provide_held(self) -> None:
-        """The routing that was held back until its weights were known is final."""
-        assert self._held
-        (layer, ids), self._held = self._held, None
-        self._provide(layer, ids)
-        self._provided(layer)
-
-    def _provide(self, layer: int, ids: npt.NDArray[np.int32]) -> None:
-        """Starts reading what the layer lacks, then what later ones may."""
-        experts = ids[0].tolist() if len(ids) == 1 else ids.ravel().tolist()
-        if len(ids) != 1 or self.steering.drop:  # a dropped slot has its top expert's id
-            experts = list(dict.fromkeys(experts))
-        self._load = self.source.require(layer, experts)
-        if self.steering.temporal and self.phase == "decode":
-            for target, guess in self.steering.temporal.guesses(layer):
-                self.source.guess(target, guess)
-        if self.steering.temporal:
-            self.steering.temporal.routed(layer, ids)
-
-    def _provided(self, layer: int) -> None:
-        """The layer's reads are with the lanes: others may follow them."""
-        if self.steering.ahead:
-            self.steering.ahead.issue(layer)
-        if self._load and not self._overlap:
-            self.source.wait(self._load)
-            self._load = None
-
-    def _decide(self, layer: int, ids: npt.NDArray[np.int32]) -> None:
+    def _decide(self, layer: int, ids: Ids, hidden: Floats | None) -> None:
         """Lets the policies change the routing, and logs what became of it."""
         positions = self._position.rows(layer, len(ids))
-        router = ids.copy()
-        routing = Routing(self.phase, layer, positions, ids, self._scores, self.source.resident)
-        committed = False
-        for policy in self.steering.policies:
-            committed |= policy.commit(routing)
-        if self._log:
+        router = ids.copy() if self._log else None
+        routing = self._routing = Routing(
+            self.phase,
+            layer,
+            positions,
+            ids,
+            n_expert=self._n_expert,
+            experts=self.source,
+            scores=self._scores,
+            hidden=hidden,
+        )
+        for policy in self.policies.routed:
+            policy.routed(routing)
+        if self._log and router is not None:
             cache = self.source.cache
             resident = {e for e in np.unique(ids).tolist() if cache.would_hit(layer, e)}
             self._log.routed(
-                self.phase, layer, positions, ids, router, resident, committed=committed
+                self.phase,
+                layer,
+                positions,
+                ids,
+                router,
+                resident,
+                committed=routing.committed,
             )
+
+    @property
+    def holding(self) -> bool:
+        return self._held
+
+    def final_weights(self, weights: Floats) -> bool:
+        start, stalled = time.perf_counter(), self.source.stall_s
+        routing = self._routing
+        if self._held and routing:
+            if self._log:
+                self._log.weights(weights)
+            routing.weigh(weights)
+            for policy in self.policies.weighted:
+                policy.weighted(routing)
+            if self._log and routing.dropped is not None:
+                self._log.dropped(routing.dropped)
+            self._provide_held(routing)
+        self._account(start, stalled)
+        return self._load is not None
+
+    def _provide_held(self, routing: Routing) -> None:
+        """The routing that was held back until its weights were known is final."""
+        self._held = False
+        self._provide(routing.layer, routing.ids)
+        self._provided()
+
+    def _provide(self, layer: int, ids: Ids) -> None:
+        """Starts reading what the layer lacks."""
+        experts = ids[0].tolist() if len(ids) == 1 else ids.ravel().tolist()
+        if len(ids) != 1 or self.policies:  # a policy may have chosen an expert twice in a row
+            experts = list(dict.fromkeys(experts))
+        self._load = self.source.require(layer, experts)
+
+    def _provided(self) -> None:
+        """The layer's reads are with the lanes: others may follow them."""
+        if self._routing:
+            for policy in self.policies.issued:
+                policy.issued(self._routing)
+        if self._load and not self._overlap:
+            self.source.wait(self._load)
+            self._load = None
 
     def streams(self, tensor: int) -> bool:
         return tensor in self._tensors
@@ -158,8 +175,8 @@ class Stream:
     def product(self, tensor: int) -> bool:
         start, stalled = time.perf_counter(), self.source.stall_s
         weights = self._tensors[tensor]
-        if self._held and self._held[0] == weights.layer:
-            self._provide_held()  # no node was found at which its weights are final
+        if self._held and self._routing and self._routing.layer == weights.layer:
+            self._provide_held(self._routing)  # no node was found at which its weights are final
             if self._load is None:
                 self._account(start, stalled)
                 return False
@@ -171,12 +188,12 @@ class Stream:
         if self._load.done():
             self.source.wait(self._load)  # returns at once, or raises what a read met with
             self._load = None
-        if self.steering.ahead:
-            self.steering.ahead.issue(weights.layer)
+        for policy in self.policies.product:
+            policy.product(weights.layer)
         self._account(start, stalled)
         return self._load is not None
 
-    def log_weights(self, weights: npt.NDArray[np.float32]) -> None:
+    def log_weights(self, weights: Floats) -> None:
         if self._log:
             self._log.weights(weights)
 
@@ -185,9 +202,9 @@ class Stream:
 
     def recover(self) -> None:
         """Forgets everything that a void graph left behind."""
-        self._load = self._held = None
-        if self.steering.ahead:
-            self.steering.ahead.recover()
+        self._load = self._routing = None
+        self._held = False
+        self.policies.recover()
         self.source.recover()
 
     def _learn(self, projection: str) -> None:

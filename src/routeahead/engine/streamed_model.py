@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -13,15 +13,18 @@ import llama_cpp
 
 from routeahead.config import Settings
 from routeahead.engine.memory import available_bytes
-from routeahead.engine.policies import steer
+from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.stream import Stream
 from routeahead.errors import ModelError, SettingsError
 from routeahead.experts.arena import Arena
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader, Throttled
 from routeahead.experts.source import ExpertSource, dense_runs, read_dense
-from routeahead.llamacpp.eval_callback import GraphHook
+from routeahead.llamacpp.eval_callback import EvalCallback
 from routeahead.llamacpp.placement import Placement
+from routeahead.llamacpp.router_product import check_width
+from routeahead.prediction.ranker import RouterRanker
+from routeahead.routing.policy import Model, Policy, Precision
 from routeahead.telemetry.recorder import NOTHING, Outputs, Recorder
 
 Progress = Callable[[int, int], None]
@@ -53,6 +56,7 @@ class StreamedModel:
         wrap_reader: WrapReader | None = None,
         poison: bool = False,
         outputs: Outputs = NOTHING,
+        policies: Sequence[Policy] = (),
     ) -> None:
         if not layout.experts:
             raise ModelError(
@@ -60,13 +64,14 @@ class StreamedModel:
                 "stream; --resident runs it"
             )
         self.layout, self._settings, self._outputs = layout, settings, outputs
+        self._given = policies
         self._top_k = settings.n_expert_used or layout.n_expert_used
         if self._top_k > layout.n_expert:
             raise SettingsError(f"n_expert_used is {self._top_k}: the model has {layout.n_expert}")
         self.arena = Arena(layout.shards, poison=poison)
         places = {t.name: self.arena.address(t.shard, t.offset) for t in layout.tensors}
         self._placement = Placement(places.__getitem__)
-        self.hook = GraphHook()
+        self.callback = EvalCallback()
         file_reader = FileReader(layout.shards, direct=settings.direct_io)
         if file_reader.fallback:
             warnings.warn(f"reading through the page cache: {file_reader.fallback}", stacklevel=4)
@@ -86,8 +91,8 @@ class StreamedModel:
         self._placement.inject(params)
 
     def inject_context(self, params: Any) -> None:
-        params.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(self.hook.callback)
-        params.cb_eval_user_data = self.hook.user_data
+        params.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(self.callback.function)
+        params.cb_eval_user_data = self.callback.user_data
 
     def abandon(self) -> None:
         """The load failed."""
@@ -117,21 +122,36 @@ class StreamedModel:
         self._closers.callback(self.recorder.close)
         if self.recorder.io:
             source.lanes.records = self.recorder.io.records
-        steering = steer(self._settings, layout, self._top_k, self.hook, source)
-        self._closers.callback(steering.close)
+        policies = self._make_policies(source)
+        self._closers.callback(policies.close)
+        moe_layers = layout.moe_layers
+        hidden = self.callback.router_input(moe_layers) if policies.wants_hidden else None
         self.stream = Stream(
             source,
             {tensors[e.name]: e for e in layout.experts},
+            n_expert=layout.n_expert,
             overlap=self._settings.overlap,
-            scores=self.hook.selection_scores,
-            steering=steering,
+            scores=self.callback.selection_scores,
+            policies=policies,
+            hidden=hidden,
             log=self.recorder.routes,
         )
-        self.hook.attach(
+        self.callback.attach(
             self.stream,
             tracing=self.recorder.routes is not None,
-            weighing=layout.moe_layers if steering.drop else (),
+            weighing=moe_layers if policies.weighted else (),
         )
+
+    def _make_policies(self, source: ExpertSource) -> Policies:
+        layout, layers = self.layout, self.layout.moe_layers
+        width = int(layout.value("embedding_length") or 0)
+        check_width(self._settings.router_precision, width)
+
+        def ranker(precision: Precision) -> RouterRanker:
+            return RouterRanker(self.callback.router_input(layers), precision)
+
+        model = Model(layers, layout.n_expert, self._top_k, width, source, ranker)
+        return make_policies(self._settings, model, self._given)
 
     def _map_dense(self) -> None:
         for shard, start, end in dense_runs(self.layout.dense):

@@ -263,8 +263,14 @@ def _ticker(progress: Progress, name: str, done: int, total: int) -> Tick:
 
 
 def _with_digests(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments in which a file stands for its content."""
-    return {k: _digest(v) if isinstance(v, Path) else v for k, v in kwargs.items()}
+    """Keyword arguments as JSON has them, in which a file stands for its content."""
+
+    def as_json(value: Any) -> Any:
+        if isinstance(value, Path):
+            return _digest(value)
+        return list(value) if isinstance(value, tuple) else value
+
+    return {key: as_json(value) for key, value in kwargs.items()}
 
 
 def _digest(path: Path | None) -> str | None:

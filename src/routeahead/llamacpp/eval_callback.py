@@ -2,7 +2,7 @@
 
 Order of events in a layer, as llama.cpp runs it:
 
-1. `ffn_moe_topk-L` was computed → `Observer.routed(layer, ids, row)`.
+1. `ffn_moe_topk-L` was computed → `Observer.routed(layer, ids, hidden)`.
 2. Under dropping, the last node of the layer's weights was computed →
    `Observer.final_weights(weights)`. Which node that is differs between architectures: it is what
    `ffn_moe_weighted-L` multiplies the experts' outputs by. The first graph shows it; until then,
@@ -42,7 +42,8 @@ from routeahead.llamacpp.node_filter import (
     WEIGHTS_MASK,
 )
 from routeahead.llamacpp.router_graph import strip_views
-from routeahead.llamacpp.router_input import GateTap
+from routeahead.llamacpp.router_input import RouterInput
+from routeahead.types import Floats, Ids
 
 _WEIGHTED_PREFIX = b"ffn_moe_weighted"
 _WEIGHTS_PREFIX = b"ffn_moe_weights"
@@ -53,13 +54,11 @@ _StopFunction = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p, ctypes.c_int8)
 class Observer(Protocol):
     """Who decides what happens at a stop. Called on the evaluation thread."""
 
-    def routed(
-        self, layer: int, ids: npt.NDArray[np.int32], row: npt.NDArray[np.float32] | None
-    ) -> bool:
+    def routed(self, layer: int, ids: Ids, hidden: Floats | None) -> bool:
         """`ids` (rows, top-k) of `layer`, in the graph's own memory: a write changes the routing.
 
-        `row` is the gate's input (width,), in memory that this call may read: None unless a gate
-        tap is attached and the row could be read.
+        `hidden` is the router's input (width,), in memory that this call may read: None unless
+        `router_input` was called and it could be read.
 
         Returns whether products of this layer must be announced to `product`.
         """
@@ -81,7 +80,7 @@ class Observer(Protocol):
         """Whether the last routing waits for its final weights."""
         ...
 
-    def final_weights(self, weights: npt.NDArray[np.float32]) -> bool:
+    def final_weights(self, weights: Floats) -> bool:
         """The final weights (rows, top-k) that a routing waits for, in the graph's own memory: a
         write changes them.
 
@@ -89,7 +88,7 @@ class Observer(Protocol):
         """
         ...
 
-    def log_weights(self, weights: npt.NDArray[np.float32]) -> None:
+    def log_weights(self, weights: Floats) -> None:
         """The weights (rows, top-k) that the last routing got; only called while tracing."""
         ...
 
@@ -98,7 +97,7 @@ class Observer(Protocol):
         ...
 
 
-class GraphHook:
+class EvalCallback:
     """Joins one context's eval callback to an observer.
 
     Keep it alive as long as the context, and attach an observer before the first decode.
@@ -112,14 +111,14 @@ class GraphHook:
         self._state[CALLBACK] = ctypes.cast(self._stop, ctypes.c_void_p).value or 0
         self._layers: dict[bytes, int] = {}  # node name → layer
         self.fault: BaseException | None = None
-        self._tap: GateTap | None = None
+        self._input: RouterInput | None = None
         self._topk = 0  # address of the last top-k
         self._tracing = False
         self._unweighed: set[int] = set()  # layers whose last weights node is not known yet
         self._weights: dict[int, npt.NDArray[np.int64]] = {}  # `_name_words` of the others'
 
     @property
-    def callback(self) -> int:
+    def function(self) -> int:
         """Address for `llama_context_params.cb_eval`."""
         address: int = node_filter.compiled().address
         return address
@@ -136,6 +135,8 @@ class GraphHook:
 
     def attach(self, observer: Observer, *, tracing: bool, weighing: Collection[int] = ()) -> None:
         """
+        Reports to `observer` from now on.
+
         Args:
             tracing: call `Observer.log_weights`.
             weighing: layers whose routings may wait for their final weights.
@@ -144,12 +145,13 @@ class GraphHook:
         self._unweighed = set(weighing)
         self._state[TRACING] = tracing or bool(weighing)
 
-    def tap_gates(self, layers: Sequence[int]) -> GateTap:
-        """From now on `Observer.routed` is given the gates' inputs."""
-        self._tap = GateTap(self._state, layers)
-        return self._tap
+    def router_input(self, layers: Sequence[int]) -> RouterInput:
+        """From the first call on, `Observer.routed` is given hidden vectors."""
+        if self._input is None:
+            self._input = RouterInput(self._state, layers)
+        return self._input
 
-    def selection_scores(self) -> npt.NDArray[np.float32]:
+    def selection_scores(self) -> Floats:
         """(rows, n_expert), what the last top-k ranked the experts by; valid at its stop only."""
         node = strip_views(ggml.tensor_at(self._topk))
         if ggml.op_name(node) != "ARGSORT":
@@ -188,8 +190,8 @@ class GraphHook:
             self._at_topk(name, tensor, address)
         elif name.startswith(_WEIGHTED_PREFIX):
             self._at_weighted(name, tensor)
-        elif self._tap and tensor.op == ggml.op_code("MUL_MAT"):
-            self._tap.at_gate(tensor)
+        elif self._input and tensor.op == ggml.op_code("MUL_MAT"):
+            self._input.at_router(tensor)
         else:
             self._state[WEIGHTS] = 0
             self._state[PENDING] = self._observer.final_weights(_weights(tensor))
@@ -199,9 +201,9 @@ class GraphHook:
         layer = self._layers.get(name)
         if layer is None:
             layer = self._layers[name] = int(name[len(TOPK_PREFIX) :])
-        row = self._tap.at_topk(layer, address) if self._tap else None
+        hidden = self._input.at_topk(layer, address) if self._input else None
         self._topk = address
-        self._state[PENDING] = self._observer.routed(layer, _matrix(tensor), row)
+        self._state[PENDING] = self._observer.routed(layer, _matrix(tensor), hidden)
         if layer in self._weights and self._observer.holding:
             self._state[WEIGHTS : WEIGHTS_MASK + NAME_WORDS] = self._weights[layer]
         self._state[ROUTED] = address
@@ -252,35 +254,35 @@ def _name_words(name: bytes) -> npt.NDArray[np.int64]:
     return np.frombuffer(ended.ljust(size, b"\0") + mask.ljust(size, b"\0"), np.int64)
 
 
-def _weights(tensor: ggml.Tensor) -> npt.NDArray[np.float32]:
+def _weights(tensor: ggml.Tensor) -> Floats:
     """A float32 tensor of ggml shape (1, top-k, rows), in place, as (rows, top-k)."""
     slots, rows, slot_stride, row_stride = tensor.ne[1], tensor.ne[2], tensor.nb[1], tensor.nb[2]
     return _strided(tensor, rows, slots, row_stride, slot_stride)
 
 
-def _floats(tensor: ggml.Tensor) -> npt.NDArray[np.float32]:
+def _floats(tensor: ggml.Tensor) -> Floats:
     """A float32 tensor of ggml shape (columns, rows), in place, as (rows, columns)."""
     return _strided(tensor, tensor.ne[1], tensor.ne[0], tensor.nb[1], tensor.nb[0])
 
 
 def _strided(
     tensor: ggml.Tensor, rows: int, columns: int, row_stride: int, column_stride: int
-) -> npt.NDArray[np.float32]:
+) -> Floats:
     if not rows:
         return np.empty((0, columns), np.float32)
     length = row_stride * (rows - 1) + column_stride * (columns - 1) + 4
     memory: Any = (ctypes.c_char * length).from_address(tensor.data)
     strides = (row_stride, column_stride)
-    values: npt.NDArray[np.float32] = np.ndarray((rows, columns), np.float32, memory, 0, strides)
+    values: Floats = np.ndarray((rows, columns), np.float32, memory, 0, strides)
     return values
 
 
-def _matrix(tensor: ggml.Tensor) -> npt.NDArray[np.int32]:
+def _matrix(tensor: ggml.Tensor) -> Ids:
     """An int32 tensor of up to two dimensions, in place. Rows may lie apart: the top-k is a view
     of the argsort. There are none where the last layer of a ubatch has no output to give."""
     columns, rows, stride = tensor.ne[0], tensor.ne[1], tensor.nb[1]
     if not rows:
         return np.empty((0, columns), np.int32)
     memory: Any = (ctypes.c_char * (stride * (rows - 1) + 4 * columns)).from_address(tensor.data)
-    ids: npt.NDArray[np.int32] = np.ndarray((rows, columns), np.int32, memory, strides=(stride, 4))
+    ids: Ids = np.ndarray((rows, columns), np.int32, memory, strides=(stride, 4))
     return ids

@@ -8,17 +8,17 @@ there is something to decide:
 * after a layer's top-k was computed: its experts are known;
 * before a product over experts whose bytes are still being read;
 * for a trace, after the experts' outputs were weighted;
-* under route-ahead, after a gate product whose input does not survive until the top-k;
+* for predictions, after a router product whose input does not survive until the top-k;
 * under dropping, after the last node of a layer's weights, which are final then.
 
 The filter is also the gate against the worst bug, a token computed from bytes that had not
 arrived: a product over experts whose ids are not those of the last top-k that Python has handled,
 or a Python call that did not come back, raises FAULT, and the graph stops at the next node.
 
-Under route-ahead it also proves that a gate's input can be read at the top-k: GATE is the gate
-matrix of the next layer; when its product is asked for, the input's address range is noted, and
-every later node of the layer that would write into that range sets DAMAGED. llama.cpp asks for all
-nodes up to a stop before it runs the first of them, so the proof is complete at the top-k.
+For predictions it also proves that a router's input can be read at the top-k: ROUTER is the
+router matrix of the next layer; when its product is asked for, the input's address range is noted,
+and every later node of the layer that would write into that range sets DAMAGED. llama.cpp asks for
+all nodes up to a stop before it runs the first of them, so the proof is complete at the top-k.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ ACK = 3  # set by Python as its last act; still 0 means that it was interrupted
 FAULT = 4  # the result of this graph is void; stop as soon as possible
 CALLS = 5  # calls into Python so far
 TRACING = 6  # somebody wants to see the weights of each routing
-GATE = 7  # address of the next layer's gate matrix tensor; 0: nobody wants its input
-GATE_INPUT = 8  # where that product's input begins; 0: the product has not been asked for
-GATE_END = 9  # and where it ends
+ROUTER = 7  # address of the next layer's router matrix tensor; 0: nobody wants its input
+ROUTER_INPUT = 8  # where that product's input begins; 0: the product has not been asked for
+ROUTER_INPUT_END = 9  # and where it ends
 DAMAGED = 10  # a node after the product writes into it
-STOP_AT_GATE = 11  # stop after the gate product, because the top-k is too late
+STOP_AT_ROUTER = 11  # stop after the router product, because the top-k is too late
 WEIGHTS = 12  # name of the layer's last weights node, as many words as a name has; 0: not wanted
 WEIGHTS_MASK = 20  # masks what may stand behind the end of that name, word by word
 STATE_WORDS = 28
@@ -103,16 +103,20 @@ def _end(words: Any) -> Any:
 
 
 @numba.njit
-def _watch_gate(state: Any, words: Any, op: Any) -> Any:
-    """Asked for a node under route-ahead: whether to stop after it."""
-    if op == _MUL_MAT and words[_SRC_WORD] == state[GATE]:
+def _watch_router(state: Any, words: Any, op: Any) -> Any:
+    """Asked for a node while a router's input is wanted: whether to stop after it."""
+    if op == _MUL_MAT and words[_SRC_WORD] == state[ROUTER]:
         source = carray(_pointer(words[_SRC_WORD + 1]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
-        state[GATE_INPUT], state[GATE_END] = source[_DATA_WORD], _end(source)
+        state[ROUTER_INPUT], state[ROUTER_INPUT_END] = source[_DATA_WORD], _end(source)
         state[DAMAGED] = 0
-        return state[STOP_AT_GATE] != 0
-    if state[GATE_INPUT] != 0:
+        return state[STOP_AT_ROUTER] != 0
+    if state[ROUTER_INPUT] != 0:
         view = op == _VIEW or op == _RESHAPE or op == _PERMUTE or op == _TRANSPOSE  # noqa: PLR1714
-        if not view and words[_DATA_WORD] < state[GATE_END] and _end(words) > state[GATE_INPUT]:
+        if (
+            not view
+            and words[_DATA_WORD] < state[ROUTER_INPUT_END]
+            and _end(words) > state[ROUTER_INPUT]
+        ):
             state[DAMAGED] = 1
     return False
 
@@ -131,7 +135,7 @@ def compiled() -> Any:
     """The filter as a numba cfunc `bool (ggml_tensor *, bool ask, int64 *state)`."""
 
     @numba.cfunc(types.boolean(types.voidptr, types.boolean, types.voidptr))
-    def graph_filter(tensor: Any, ask: Any, state_pointer: Any) -> Any:
+    def node_filter(tensor: Any, ask: Any, state_pointer: Any) -> Any:
         state = carray(state_pointer, (STATE_WORDS,), dtype=np.int64)
         if state[FAULT] != 0:
             return ask  # asked: stop here; stopped: end the graph
@@ -145,9 +149,9 @@ def compiled() -> Any:
         elif ask:
             topk = second & _TOPK_MASK == _TOPK_TAIL
             weighted = state[TRACING] != 0 and op == _MUL and second == _WEIGHTED
-            at_gate = state[GATE] != 0 and _watch_gate(state, words, op)
+            at_router = state[ROUTER] != 0 and _watch_router(state, words, op)
             weighed = state[WEIGHTS] != 0 and _ends_weights(state, words)
-            return at_gate or weighed or (first == _PREFIX and (topk or weighted))
+            return at_router or weighed or (first == _PREFIX and (topk or weighted))
         state[ACK] = 0
         state[CALLS] += 1
         answer: Any = _call(state[CALLBACK], tensor, types.int8(ask))  # type: ignore[call-arg]
@@ -156,4 +160,4 @@ def compiled() -> Any:
             return ask
         return answer != 0
 
-    return graph_filter
+    return node_filter

@@ -1,8 +1,8 @@
 """Reads a model's selection rule off its own graph.
 
 Architectures differ in how they choose experts: what is applied to the router's logits, which
-biases, whether groups of experts compete first. All of it stands between the gate product and the
-top-k, as llama.cpp's `build_moe_ffn` builds it, so it is read there and not kept in a table of
+biases, whether groups of experts compete first. All of it stands between the router product and
+the top-k, as llama.cpp's `build_moe_ffn` builds it, so it is read there and not kept in a table of
 architectures. What is not understood is left to the router.
 """
 
@@ -33,16 +33,16 @@ class Router:
     """How one layer chooses its experts.
 
     Attributes:
-        gate: address of the gate matrix's tensor.
-        rule: what turns the gate's logits into a selection.
+        matrix: address of the router matrix's tensor.
+        rule: what turns its logits into a selection.
     """
 
-    gate: int
+    matrix: int
     rule: SelectionRule
 
 
 def read_router(topk: int) -> Router | None:
-    """The router above the top-k tensor at address `topk`; None where it is not understood."""
+    """The router above the top-k tensor at address `topk`; None if it is not understood."""
     top = ggml.tensor_at(topk)
     sort = strip_views(top)
     if ggml.op_name(sort) != "ARGSORT":
@@ -62,14 +62,14 @@ def read_router(topk: int) -> Router | None:
             return None
         node = strip_views(ggml.tensor_at(node.src[0]))
     activation = _ACTIVATIONS.get(tuple(steps))
-    gate, row = ggml.tensor_at(node.src[0]), ggml.tensor_at(node.src[1])
-    shape = (int(gate.ne[1]), gate.ne[2], gate.ne[3])
-    if activation is None or gate.op or row.type or shape != (int(sort.ne[0]), 1, 1):
+    matrix, hidden = ggml.tensor_at(node.src[0]), ggml.tensor_at(node.src[1])
+    shape = (int(matrix.ne[1]), matrix.ne[2], matrix.ne[3])
+    if activation is None or matrix.op or hidden.type or shape != (int(sort.ne[0]), 1, 1):
         return None
     rule = SelectionRule(
         top_k=int(top.ne[0]),
         activation=activation,
-        gate_bias=_sum(bias for after, bias in biases if after == len(steps)),
+        router_bias=_sum(bias for after, bias in biases if after == len(steps)),
         selection_bias=_sum(bias for after, bias in biases if after < len(steps)),
         groups=groups,
         groups_used=groups_used,

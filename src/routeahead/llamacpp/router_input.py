@@ -1,9 +1,9 @@
-"""Reads the gates' inputs out of the graph.
+"""Reads the routers' inputs, the hidden vectors, out of the graph.
 
-The input of a layer's gate product usually still lies in memory when the top-k is known, which
-spares a stop. The graph filter proves that for each layer of each token; where the proof fails
-(gemma4's argsort is given the input's memory), the graph is stopped at the gate product and the
-row is copied there.
+The input of a layer's router product usually still lies in memory when the top-k is known, which
+spares a stop. The node filter proves that for each layer of each token; if the proof fails
+(gemma4's argsort is given the input's memory), the graph is stopped at the router product and the
+hidden vector is copied there.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.llamacpp import ggml
-from routeahead.llamacpp.node_filter import DAMAGED, GATE, GATE_END, GATE_INPUT, STOP_AT_GATE
+from routeahead.llamacpp.node_filter import (
+    DAMAGED,
+    ROUTER,
+    ROUTER_INPUT,
+    ROUTER_INPUT_END,
+    STOP_AT_ROUTER,
+)
 from routeahead.llamacpp.router_graph import Router, read_router
+from routeahead.types import Floats
 
-Row = npt.NDArray[np.float32]
 
-
-class GateTap:
+class RouterInput:
     """Follows a token through its MoE layers by means of the filter's state words.
 
     Attributes:
-        routers: by layer, as its graph showed it; None where it is not understood.
+        routers: by layer, as its graph showed it; None if it is not understood.
         damaged: layers whose input does not survive until the top-k.
     """
 
@@ -35,54 +40,57 @@ class GateTap:
         self._first = layers[0]
         self._next = dict(zip(layers, [*layers[1:], layers[0]], strict=True))
         self._proven: set[int] = set()
-        self._copy: Row | None = None
+        self._copy: Floats | None = None
         self._reading = False
         self.routers: dict[int, Router | None] = {}
         self.damaged: set[int] = set()
 
     def begin(self, *, reading: bool) -> None:
-        """A batch begins; `reading`: its gate inputs are wanted."""
+        """A batch begins; `reading`: its hidden vectors are wanted."""
         self._reading, self._copy = reading, None
         self._expect(self._first)
 
-    def at_gate(self, product: ggml.Tensor) -> None:
-        """The gate product was computed, and its input is intact."""
-        row = ggml.tensor_at(product.src[1])
-        self._copy = _row(int(row.data), int(row.ne[0])).copy() if row.ne[1] == 1 else None
+    def at_router(self, product: ggml.Tensor) -> None:
+        """The router product was computed, and its input is intact."""
+        hidden = ggml.tensor_at(product.src[1])
+        one = hidden.ne[1] == 1
+        self._copy = _hidden(int(hidden.data), int(hidden.ne[0]), copied=True) if one else None
 
-    def at_topk(self, layer: int, topk: int) -> Row | None:
-        """The gate's input (width,) at the top-k of `layer`, at address `topk`.
+    def at_topk(self, layer: int, topk: int) -> Floats | None:
+        """The hidden vector (width,) at the top-k of `layer`, at address `topk`.
 
-        None while nobody reads, for several rows, and where it is damaged or was not found.
+        None while nobody reads, for several rows, and if it is damaged or was not found.
         """
         if layer not in self.routers:
             self.routers[layer] = read_router(topk)
         if not self._reading:
             return None
-        start, end = int(self._state[GATE_INPUT]), int(self._state[GATE_END])
+        start, end = int(self._state[ROUTER_INPUT]), int(self._state[ROUTER_INPUT_END])
         damaged = bool(self._state[DAMAGED])
         copied, self._copy = self._copy, None
         router = self.routers[layer]
-        width = int(ggml.tensor_at(router.gate).ne[0]) if router else 0
+        width = int(ggml.tensor_at(router.matrix).ne[0]) if router else 0
         seen = start > 0 and end - start == 4 * width  # one row, whose fate the filter followed
         if seen:
             (self.damaged if damaged else self._proven).add(layer)
         self._expect(self._next[layer])
         if copied is not None:
             return copied
-        return _row(start, width) if seen and not damaged else None
+        return _hidden(start, width) if seen and not damaged else None
 
     def _expect(self, layer: int) -> None:
-        """`layer` is the next one whose gate product will be asked for."""
+        """`layer` is the next one whose router product will be asked for."""
         state, router = self._state, self.routers.get(layer)
-        state[GATE_INPUT] = 0
-        state[GATE] = router.gate if self._reading and router else 0
-        # A layer stops at its gate until one token has proved that it need not, so that the first
-        # token's rows can be read too.
-        state[STOP_AT_GATE] = layer in self.damaged or layer not in self._proven
+        state[ROUTER_INPUT] = 0
+        state[ROUTER] = router.matrix if self._reading and router else 0
+        # A layer stops at its router until one token has proved that it need not, so that the first
+        # token's can be read too.
+        state[STOP_AT_ROUTER] = layer in self.damaged or layer not in self._proven
 
 
-def _row(address: int, width: int) -> Row:
+def _hidden(address: int, width: int, *, copied: bool = False) -> Floats:
     memory: Any = (ctypes.c_float * width).from_address(address)
-    row: Row = np.frombuffer(memory, np.float32)
-    return row
+    hidden: Floats = np.frombuffer(memory, np.float32)
+    hidden = hidden.copy() if copied else hidden
+    hidden.flags.writeable = False  # it is the graph's
+    return hidden

@@ -1,6 +1,6 @@
-"""Router products outside of llama.cpp's graph: a gate matrix times one hidden row.
+"""Router products outside of llama.cpp's graph: a router matrix times one hidden vector.
 
-Each gate is a graph of one node that ggml computes on the calling thread. ggml's own kernel, and
+Each is a graph of one node that ggml computes on the calling thread. ggml's own kernel, and
 not another library's, because it adds in the same order as the model's graph does: in float32 the
 logits are the graph's to the last bit, so that a near-tie falls the same way.
 """
@@ -8,17 +8,17 @@ logits are the graph's to the last bit, so that a near-tie falls the same way.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from routeahead.errors import SettingsError, StreamError
 from routeahead.llamacpp import ggml
+from routeahead.routing.policy import Precision
+from routeahead.types import Floats
 
-Precision = Literal["f32", "f16", "int8"]
-
-# What a gate's weights are stored as. "f32" is the model's own weights, whatever their type;
+# What a router's weights are stored as. "f32" is the model's own weights, whatever their type;
 # "int8" is Q8_0, which has a scale for every 32 weights.
 _STORED = {"f16": "F16", "int8": "Q8_0"}
 
@@ -27,27 +27,30 @@ _STRUCTS = 16 * 512  # bytes for the structs of a few tensors
 
 
 def check_width(precision: Precision, width: int) -> None:
-    """
+    """Checks that hidden vectors of `width` numbers fit a precision.
+
     Raises:
-        SettingsError: rows of `width` numbers cannot be stored at that precision.
+        SettingsError: a row of the router matrix cannot be stored at it.
     """
     if precision == "int8" and width % 32:
         raise SettingsError(
-            f"gate_precision int8 needs rows of a multiple of 32 numbers, and this model's have "
+            f"router_precision int8 needs rows of a multiple of 32 numbers, and this model's have "
             f"{width}: use f16 or f32"
         )
 
 
-class Gate:
-    """One layer's gate matrix. One thread may use it at a time.
+class RouterProduct:
+    """One layer's router matrix. One thread may use it at a time.
 
     Attributes:
-        width: numbers in an input row.
+        width: numbers in a hidden vector.
         n_expert: logits.
     """
 
     def __init__(self, weights: ggml.Tensor, precision: Precision) -> None:
         """
+        Prepares the product.
+
         Args:
             weights: the model's matrix, ggml shape (width, n_expert); must outlive this object.
 
@@ -69,13 +72,13 @@ class Gate:
         product = self._base.ggml_mul_mat(self._graph.context, matrix, row)
         self._graph.plan(product, self._logits)
 
-    def logits(self, row: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Logits (n_expert,) of a hidden row (width,), in memory that the next call reuses.
+    def logits(self, hidden: Floats) -> Floats:
+        """Logits (n_expert,) of a hidden vector (width,), in memory that the next call reuses.
 
         Raises:
             StreamError: ggml refused.
         """
-        np.copyto(self._input, row)
+        np.copyto(self._input, hidden)
         self._graph.compute()
         return self._logits
 

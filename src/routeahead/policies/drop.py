@@ -6,76 +6,119 @@ the routing is below F / k.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from routeahead.telemetry.counters import Phase
+from routeahead.policies.settings import PolicySettings
+from routeahead.routing.policy import Model, Policy, Routing
+from routeahead.setting import POLICIES, setting
+from routeahead.telemetry.counters import Totals, share
+from routeahead.types import Phase
 
-Ids = npt.NDArray[np.int32]
-Weights = npt.NDArray[np.float32]
+
+@dataclass(frozen=True)
+class DropSettings(PolicySettings):
+    """Settings of `DropCold`."""
+
+    drop_cold_experts: float = setting(
+        0.0,
+        "Do not read a missing expert whose share of the routing is below F / top-k (lossy); "
+        "0 is off.",
+        POLICIES,
+        low=0,
+        high=1,
+        metavar="F",
+        asks_cache=True,
+    )
+    drop_renorm: bool = setting(
+        False,
+        "With drop_cold_experts: scale the others' weights to the routing's mass.",
+        POLICIES,
+        needs=("drop_cold_experts",),
+    )
+    drop_in_prefill: bool = setting(
+        False, "With drop_cold_experts: in prompts too.", POLICIES, needs=("drop_cold_experts",)
+    )
+    drop_aware: bool = setting(
+        True,
+        "With drop_cold_experts: do not read early what a prediction says will be dropped.",
+        POLICIES,
+        needs=("route_ahead", "predict_prefetch"),
+    )
+
+    def make(self, model: Model) -> Policy | None:
+        if not self.drop_cold_experts:
+            return None
+        if model.top_k <= 4:
+            warnings.warn(
+                f"drop_cold_experts with {model.top_k} experts a token: each of them carries much "
+                "of the layer's output; judge it with `routeahead eval`",
+                stacklevel=2,
+            )
+        return DropCold(
+            self.drop_cold_experts / model.top_k,
+            renorm=self.drop_renorm,
+            in_prefill=self.drop_in_prefill,
+            aware=self.drop_aware,
+        )
 
 
-class DropCold:
+class DropCold(Policy):
     """Decides when a layer's final weights are known, before anything is read for it.
 
     Attributes:
         threshold: share of the routing below which an expert that would have to be read is dropped.
-        routed, dropped: slots seen, and dropped.
+        aware: whether what will be dropped is not read early.
+        slots, dropped: slots seen, and dropped.
     """
 
+    name = "drop"
+
     def __init__(
-        self, strength: float, top_k: int, *, renorm: bool, in_prefill: bool = False
+        self,
+        threshold: float,
+        *,
+        renorm: bool = False,
+        in_prefill: bool = False,
+        aware: bool = True,
     ) -> None:
         """
+        Drops below `threshold`, a share of the routing's mass.
+
         Args:
-            strength: F, of the mean share 1 / top_k.
             renorm: the survivors are scaled to the routing's mass.
             in_prefill: prompts lose experts too.
         """
-        self.threshold = strength / top_k
-        self.routed = self.dropped = 0
+        self.threshold, self.aware = threshold, aware
+        self.slots = self.dropped = 0
         self._renorm, self._in_prefill = renorm, in_prefill
 
-    def armed(self, phase: Phase) -> bool:
+    def wants_weights(self, phase: Phase) -> bool:
         return phase == "decode" or self._in_prefill
 
-    def drop(
-        self, layer: int, ids: Ids, weights: Weights, resident: Callable[[int, int], bool]
-    ) -> npt.NDArray[np.bool_]:
-        """Drops from a routing, in place.
-
-        A dropped slot's weight becomes 0 and its id that of its row's top expert, which is never
-        dropped, so that no memory is touched that was not read. What one row keeps is read, so no
-        other row of the batch drops it.
-
-        Args:
-            ids, weights: (rows, top-k).
-            resident: (layer, expert) → whether using it causes no read.
-
-        Returns:
-            Which slots were dropped, (rows, top-k).
-        """
-        rows, shares = ids.tolist(), weights.tolist()
-        cold = {e for e in set().union(*rows) if not resident(layer, e)} if rows else set()
+    def weighted(self, routing: Routing) -> None:
+        """What one row keeps is read, so no other row of the batch drops it."""
+        assert routing.weights is not None
+        rows, weights = routing.ids.tolist(), routing.weights.tolist()
+        cold = {e for e in set().union(*rows) if not routing.resident(e)} if rows else set()
         read: set[int] = set()
-        for experts, row in zip(rows, shares, strict=True):
+        for experts, row in zip(rows, weights, strict=True):
             least, top = self.threshold * sum(row), max(row)
             read.update(e for e, w in zip(experts, row, strict=True) if w >= least or w == top)
-        dropped = np.zeros(ids.shape, np.bool_)
-        self.routed += ids.size
+        self.slots += routing.ids.size
         if gone := cold - read:
-            for number, (experts, row) in enumerate(zip(rows, shares, strict=True)):
-                slots = [slot for slot, expert in enumerate(experts) if expert in gone]
-                if slots:
-                    dropped[number, slots] = True
-                    self._rewrite(ids[number], weights[number], slots, row)
-        self.dropped += int(dropped.sum())
-        return dropped
+            slots = np.array([[expert in gone for expert in row] for row in rows])
+            self.dropped += int(slots.sum())
+            routing.drop(slots, renorm=self._renorm)
 
-    def _rewrite(self, ids: Ids, weights: Weights, slots: list[int], row: list[float]) -> None:
-        ids[slots] = ids[row.index(max(row))]
-        weights[slots] = 0
-        if self._renorm:
-            weights *= np.float32(sum(row) / sum(weights.tolist()))
+    def report(self, decode: Totals) -> dict[str, Any]:
+        return {"threshold": self.threshold, "routed": self.slots, "dropped": self.dropped}
+
+    def lines(self, decode: Totals) -> list[str]:
+        return [
+            f"moe-drop: {self.dropped}/{self.slots} ({share(self.dropped, self.slots)}), "
+            f"threshold {self.threshold:.4f}"
+        ]

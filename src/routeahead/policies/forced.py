@@ -1,34 +1,61 @@
 """Forced routing: a recorded trace decides which experts are used.
 
 Random weights with a real model's routing have its shapes, bytes and locality, which is what a
-benchmark needs; the text means nothing. The weights of the forced experts stay the graph's own.
+benchmark needs; the text means nothing. The weights of the forced experts stay the router's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
-import numpy.typing as npt
 
 from routeahead.errors import SettingsError
-from routeahead.routing.policy import Routing
-from routeahead.telemetry.route_trace import RouteTrace
+from routeahead.policies.settings import PolicySettings
+from routeahead.routing.policy import Model, Policy, Routing
+from routeahead.setting import EXPERIMENTS, setting
+from routeahead.telemetry.route_trace import RouteTrace, read_trace
+from routeahead.types import Ids
 
 
-class ForcedRouting:
-    """Replaces every selection by the recorded one of the same position and layer.
+@dataclass(frozen=True)
+class ForcedSettings(PolicySettings):
+    """Settings of `ForcedRouting`."""
 
-    Raises:
-        SettingsError: the trace does not fit the model, or the run leaves what was recorded.
-    """
+    replay_routing: Path | None = setting(
+        None, "Route as this recorded trace did (random weights, real locality).", EXPERIMENTS
+    )
 
-    def __init__(self, trace: RouteTrace, *, layers: list[int], n_expert: int, top_k: int) -> None:
-        self._ids: dict[tuple[int, int], npt.NDArray[np.int32]] = {}
+    def make(self, model: Model) -> Policy | None:
+        if not self.replay_routing:
+            return None
+        trace = read_trace(self.replay_routing)
+        return ForcedRouting(trace, model.layers, n_expert=model.n_expert, top_k=model.top_k)
+
+
+class ForcedRouting(Policy):
+    """Replaces every selection by the recorded one of the same position and layer."""
+
+    name = "forced"
+
+    def __init__(
+        self, trace: RouteTrace, layers: Sequence[int], *, n_expert: int, top_k: int
+    ) -> None:
+        """
+        Takes the routings of `layers` from a trace.
+
+        Raises:
+            SettingsError: the trace does not fit the model.
+        """
+        self._ids: dict[tuple[int, int], Ids] = {}
         for (step, layer), ids in trace.selections().items():
             if layer not in layers:
                 continue  # a trace of the whole model drives its first layers
             if len(ids) != top_k or ids.max() >= n_expert:
                 raise SettingsError(
-                    f"the trace routes to {len(ids)} experts up to {ids.max()} where this model "
+                    f"the trace routes to {len(ids)} experts up to {ids.max()}, and this model "
                     f"takes {top_k} of {n_expert}: set n_expert_used, or use another trace"
                 )
             self._ids[step, layer] = ids
@@ -36,12 +63,12 @@ class ForcedRouting:
         if absent:
             raise SettingsError(f"the trace has no routing for layer {absent[0]} of this model")
 
-    def commit(self, routing: Routing) -> bool:
-        for row, position in enumerate(routing.positions.tolist()):
-            routing.ids[row] = self.selection(position, routing.layer)
-        return True
+    def routed(self, routing: Routing) -> None:
+        positions = routing.positions.tolist()
+        if positions:  # a ubatch without output has no row in the last layer
+            routing.choose(np.stack([self.selection(p, routing.layer) for p in positions]))
 
-    def selection(self, position: int, layer: int) -> npt.NDArray[np.int32]:
+    def selection(self, position: int, layer: int) -> Ids:
         """The recorded ids (top_k,) of one token in one layer.
 
         Raises:

@@ -1,117 +1,108 @@
-"""The probe: how well would each predictor have known the routing? It changes nothing.
+"""The probe: scores how well routings could have been predicted, and changes nothing.
 
-Scored against what the router chose, in decode:
-
-* the gate of a layer on the hidden row of 1 to 4 MoE layers earlier (*stale gate*);
-* the same on the layer's own row (*control*): it must be right always, or the rows, gates or the
-  selection rule are not what the other figures take them for;
-* the routing of the token before, at the same layer;
-* the experts that the run has used most often so far, at the same layer.
+It computes on the evaluation thread, so a probed run is slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-Ids = npt.NDArray[np.int32]
-
-CONTROL = "control"
-PREVIOUS, HOTTEST = "previous token", "hottest"
-DEPTHS = (1, 2, 3, 4)
-
-
-def stale_gate(depth: int) -> str:
-    """Name of the predictor that looks `depth` MoE layers ahead; 0 is the control."""
-    return f"stale gate {depth}" if depth else CONTROL
-
-
-PREDICTORS = (CONTROL, *map(stale_gate, DEPTHS), PREVIOUS, HOTTEST)
+from routeahead.policies.settings import PolicySettings
+from routeahead.prediction.scores import (
+    DEPTHS,
+    PREDICTORS,
+    PredictorScores,
+    Score,
+    stale_gate,
+)
+from routeahead.routing.policy import Model, Policy, Routing
+from routeahead.setting import POLICIES, setting
+from routeahead.telemetry.counters import Totals
+from routeahead.types import Phase
 
 
-@dataclass
-class Score:
-    """Attributes:
-    routings, whole: scored, and those whose experts were all predicted.
-    slots, found: of them, and those whose expert was predicted.
-    """
+@dataclass(frozen=True)
+class ProbeSettings(PolicySettings):
+    """Settings of `Probe`."""
 
-    routings: int = 0
-    whole: int = 0
-    slots: int = 0
-    found: int = 0
+    predict_log: bool = setting(
+        False,
+        "Score how well routings could have been predicted; changes nothing, and is slow.",
+        POLICIES,
+        excludes={"replay_routing": "this model's routers know nothing of a forced routing"},
+    )
 
-    def add(self, router: set[int], predicted: set[int]) -> None:
-        self.routings += 1
-        self.whole += router == predicted
-        self.slots += len(router)
-        self.found += len(router & predicted)
-
-    def plus(self, other: Score) -> Score:
-        return Score(
-            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
-        )
-
-    @property
-    def overlap(self) -> float | None:
-        """Share of slots; None where there was nothing to score."""
-        return self.found / self.slots if self.slots else None
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of whole routings; None where there was nothing to score."""
-        return self.whole / self.routings if self.routings else None
+    def make(self, model: Model) -> Policy | None:
+        return Probe() if self.predict_log else None
 
 
-class Probe:
-    """Collects predictions and scores them when the router has spoken.
+class Probe(Policy):
+    """Lets routers predict at each decoded layer, and compares when the layers are there.
 
     Attributes:
-        scores: predictor → layer → score.
+        scores: how often each predictor was right.
     """
 
-    def __init__(self, layers: Sequence[int], n_expert: int) -> None:
-        self.scores = {name: {layer: Score() for layer in layers} for name in PREDICTORS}
-        self._predicted: dict[int, dict[str, set[int]]] = {layer: {} for layer in layers}
-        self._used = {layer: np.zeros(n_expert, np.int64) for layer in layers}
-        self._last: dict[int, set[int]] = {}
+    name = "predictors"
 
-    def begin(self) -> None:
-        """A new step: predictions of the last one that were not scored are of no use."""
-        for predicted in self._predicted.values():
-            predicted.clear()
+    def bind(self, model: Model) -> None:
+        self.scores = PredictorScores(model.layers, model.n_expert)
+        self._model, self._ranker = model, model.ranker("f32")
+        self._decoding = False
 
-    def predict(self, predictor: str, layer: int, ids: Ids) -> None:
-        self._predicted[layer][predictor] = set(ids.tolist())
+    def wants_hidden(self, phase: Phase) -> bool:
+        return phase == "decode"
 
-    def routed(self, layer: int, ids: Ids, *, score: bool) -> None:
-        """The router chose `ids` (rows, top-k); one row is scored where `score` says so."""
-        used = self._used[layer]
-        if score and len(ids) == 1:
-            router, predicted = set(ids[0].tolist()), self._predicted[layer]
-            if layer in self._last:
-                predicted[PREVIOUS] = self._last[layer]
-            if used.any():
-                hottest = np.argsort(-used, kind="stable")[: len(router)]
-                predicted[HOTTEST] = set(hottest.tolist())
-            for name, guess in predicted.items():
-                self.scores[name][layer].add(router, guess)
-        np.add.at(used, ids.ravel(), 1)
-        if len(ids):
-            self._last[layer] = set(ids[-1].tolist())
+    def begin(self, phase: Phase, position: int) -> None:
+        self._decoding = phase == "decode"
+        self.scores.begin()
+        if self._decoding:
+            self._ranker.prepare()
 
-    def total(self, predictor: str) -> Score:
-        """Over all layers."""
-        total = Score()
-        for score in self.scores[predictor].values():
-            total = total.plus(score)
-        return total
+    def routed(self, routing: Routing) -> None:
+        if self._decoding and routing.hidden is not None:
+            for depth in (0, *DEPTHS):
+                target = self._model.later(routing.layer, depth)
+                if target is not None and target in self._ranker:
+                    ranked = self._ranker.rank(target, routing.hidden)
+                    self.scores.predict(stale_gate(depth), target, ranked)
+        self.scores.routed(routing.layer, routing.ids, score=self._decoding)
 
-    @property
-    def sound(self) -> bool:
-        """The control was right wherever it was scored."""
-        control = self.total(CONTROL)
-        return control.whole == control.routings
+    def report(self, decode: Totals) -> dict[str, Any]:
+        """Slot overlap and whole-routing accuracy, 0..1; None if there was nothing to score."""
+        scores = self.scores
+        return {
+            name: _facts(scores.total(name))
+            | {"by_layer": {layer: _facts(one) for layer, one in scores.scores[name].items()}}
+            for name in PREDICTORS
+        }
+
+    def lines(self, decode: Totals) -> list[str]:
+        """Over all layers, then slot overlap by layer: a column each predictor."""
+        scores = self.scores
+        shown = ["moe-predict-log: slot overlap with the router's choice (whole routings)"]
+        if not scores.sound:
+            shown.append(
+                "moe-predict-log: THE CONTROL IS OFF: the routers' own choices were not "
+                "reproduced, so what is said of the stale gates means nothing"
+            )
+        for name in PREDICTORS:
+            total = scores.total(name)
+            shown.append(f"  {name:<15}{_percent(total.overlap):>8} ({_percent(total.accuracy)})")
+        widths = [max(8, len(name) + 2) for name in PREDICTORS]
+        heads = (f"{name:>{width}}" for name, width in zip(PREDICTORS, widths, strict=True))
+        shown.append(f"  layer{''.join(heads)}")
+        for layer in scores.scores[PREDICTORS[0]]:
+            overlaps = (_percent(scores.scores[name][layer].overlap) for name in PREDICTORS)
+            cells = "".join(f"{o:>{width}}" for o, width in zip(overlaps, widths, strict=True))
+            shown.append(f"  {layer:>5}{cells}")
+        return shown
+
+
+def _facts(one: Score) -> dict[str, float | int | None]:
+    return {"overlap": one.overlap, "accuracy": one.accuracy, "routings": one.routings}
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -5,36 +5,69 @@ state that entered the router N MoE layers earlier, in the same token. It is kno
 it is used, and because it is then *committed*, a read that it causes is never wasted. The output
 changes: how often the router would have chosen the same is counted. (Algorithm: route-ahead of
 BigMoeOnEdge.)
-
-This module decides; it neither computes predictions nor reads experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, get_args
 
+from routeahead.policies.prediction import PredictionSettings, make_predictions
+from routeahead.prediction.predictions import Late, Reason
 from routeahead.prediction.rankings import StepRankings
-from routeahead.prediction.watchdog import Watchdog
-from routeahead.routing.policy import Routing
-from routeahead.telemetry.counters import Phase
+from routeahead.routing.policy import Model, Policy, Routing
+from routeahead.setting import ROUTE_AHEAD, setting
+from routeahead.telemetry.counters import Totals, share
+from routeahead.types import Phase
 
-Reason = Literal[
-    "structural", "prefill", "first_token", "unreadable", "several_rows", "late", "disarmed"
-]
-REASONS: tuple[Reason, ...] = (
-    "structural", "prefill", "first_token", "unreadable", "several_rows", "late", "disarmed",
-)  # fmt: skip
+REASONS: tuple[Reason, ...] = get_args(Reason)
 
-# Passing these through is how route-ahead works; passing others through is worth a look.
+# Route-ahead leaves these routings to the router by design; others are worth a look.
 EXPECTED: tuple[Reason, ...] = ("structural", "prefill")
+
+_KNOWN = "a committed routing is known and read ahead, not guessed"
+
+
+@dataclass(frozen=True)
+class RouteAheadSettings(PredictionSettings):
+    """Settings of `RouteAhead`."""
+
+    route_ahead: int = setting(
+        0,
+        "Commit each decode layer's experts N MoE layers early, so that they are read in time "
+        "(lossy); 0 is off.",
+        ROUTE_AHEAD,
+        low=0,
+        metavar="N",
+        excludes={
+            "predict_log": "what it scores is the router's choice, which is replaced",
+            "prefetch": _KNOWN,
+            "predict_prefetch": _KNOWN,
+            "expert_substitute": "a committed routing cannot be chosen again",
+        },
+    )
+    route_ahead_late: Late = setting(
+        "wait",
+        "A prediction that is late is waited for ('wait', so that the output does not depend on "
+        "timing) or left to the router ('pass').",
+        ROUTE_AHEAD,
+        needs=("route_ahead",),
+    )
+
+    def make(self, model: Model) -> Policy | None:
+        if not self.route_ahead:
+            return None
+        return RouteAhead(self.route_ahead, late=self.route_ahead_late, options=self)
 
 
 @dataclass
 class Agreement:
-    """Slots of committed routings; agreed are those of experts that the router had chosen as
-    well, in whatever order."""
+    """Agreement of committed routings with the router.
+
+    Attributes:
+        slots: committed.
+        agreed_slots: those of experts that the router had chosen as well, in whatever order.
+    """
 
     slots: int = 0
     agreed_slots: int = 0
@@ -42,7 +75,7 @@ class Agreement:
 
 @dataclass
 class AheadCounts:
-    """Routings: one is one layer's top-k of one ubatch.
+    """What became of each routing, which is one layer's top-k of one ubatch.
 
     Attributes:
         by_layer: agreement in each MoE layer.
@@ -68,58 +101,114 @@ class AheadCounts:
         return sum(count for why, count in self.by_reason.items() if why not in EXPECTED)
 
 
-class RouteAhead(StepRankings):
-    """Commits predictions; a `RoutingPolicy`.
+class RouteAhead(StepRankings, Policy):
+    """Commits predictions.
 
     A *ranking* belongs to one decode step, told by its serial number: one that was made in an
     earlier step is never committed, whatever went wrong in between.
 
     Attributes:
         depth: N, in MoE layers.
+        predictions: where rankings come from.
+        counts: what became of each routing.
     """
 
-    def __init__(self, layers: Sequence[int], depth: int, watchdog: Watchdog) -> None:
-        """
-        Args:
-            layers: numbers of the MoE layers, in order.
-            watchdog: once it has bitten, nothing is committed.
-        """
-        super().__init__()
-        self.depth = depth
-        self.counts = AheadCounts({layer: Agreement() for layer in layers})
-        self._watchdog = watchdog
-        self._index = {layer: index for index, layer in enumerate(layers)}
-        self._missing: dict[int, Reason] = {}  # why there is none
+    name = "route_ahead"
+    reads_early = "route-ahead"
 
-    def begin(self) -> None:
-        super().begin()
+    def __init__(
+        self, depth: int, *, late: Late = "wait", options: PredictionSettings | None = None
+    ) -> None:
+        """Commits what is predicted `depth` MoE layers early; `late` is what if it is not ready."""
+        super().__init__()
+        self.depth, self._late = depth, late
+        self._options = options or PredictionSettings()
+        self._missing: dict[int, Reason] = {}  # why there is no ranking
+
+    def bind(self, model: Model) -> None:
+        self.counts = AheadCounts({layer: Agreement() for layer in model.layers})
+        self._first = frozenset(model.layers[: self.depth])
+        self.predictions = make_predictions(
+            model, self, self._options, late=self._late, read_early=model.experts.read_early
+        )
+
+    def wants_hidden(self, phase: Phase) -> bool:
+        return self.predictions.active
+
+    def begin(self, phase: Phase, position: int) -> None:
+        self.predictions.begin(phase, position)
+
+    def next_step(self) -> None:
+        super().next_step()
         self._missing.clear()
 
-    def cannot_predict(self, index: int, reason: Reason) -> None:
-        """There will be no ranking for the layer at `index` in this step."""
-        self._missing[index] = reason
+    def cannot_predict(self, layer: int, reason: Reason) -> None:
+        """There will be no ranking for the layer in this step."""
+        self._missing[layer] = reason
 
-    def commit(self, routing: Routing) -> bool:
-        index, counts = self._index[routing.layer], self.counts
-        reason = self._obstacle(routing.phase, index, len(routing.ids))
+    def routed(self, routing: Routing) -> None:
+        self.predictions.settle(routing)
+        self._commit(routing)
+
+    def _commit(self, routing: Routing) -> None:
+        layer, counts = routing.layer, self.counts
+        reason = self._obstacle(routing)
         if reason:
             counts.by_reason[reason] += 1
-            return False
-        predicted, row = self._rankings.pop(index), routing.ids[0]
+            return
+        predicted = self.take(layer)
+        assert predicted is not None
         counts.committed += 1
-        agreement = counts.by_layer[routing.layer]
-        agreement.slots += len(row)
-        agreement.agreed_slots += len(set(predicted.tolist()).intersection(row.tolist()))
-        row[:] = predicted
-        return True
+        agreement = counts.by_layer[layer]
+        agreement.slots += len(predicted)
+        router = routing.ids[0].tolist()
+        agreement.agreed_slots += len(set(predicted.tolist()).intersection(router))
+        routing.choose(predicted, 0)
 
-    def _obstacle(self, phase: Phase, index: int, rows: int) -> Reason | None:
-        if phase == "prefill":
+    def _obstacle(self, routing: Routing) -> Reason | None:
+        if routing.phase == "prefill":
             return "prefill"
-        if index < self.depth:
+        if routing.layer in self._first:
             return "structural"
-        if not self._watchdog.armed:
+        if not self.predictions.watchdog.armed:
             return "disarmed"
-        if rows != 1:
+        if len(routing.ids) != 1:
             return "several_rows"
-        return None if index in self._rankings else self._missing.get(index, "late")
+        return None if routing.layer in self else self._missing.get(routing.layer, "late")
+
+    def predict(self, routing: Routing) -> None:
+        self.predictions.predict(routing)
+
+    def issued(self, routing: Routing) -> None:
+        self.predictions.issue(routing.layer)
+
+    def product(self, layer: int) -> None:
+        self.predictions.issue(layer)
+
+    def recover(self) -> None:
+        self.predictions.recover()
+
+    def close(self) -> None:
+        self.predictions.close()
+
+    def report(self, decode: Totals) -> dict[str, Any]:
+        counts = self.counts
+        return {
+            "depth": self.depth,
+            "committed": counts.committed,
+            "passed_through": counts.passed_through,
+            "by_reason": dict(counts.by_reason),
+            "slots": counts.slots,
+            "agreed_slots": counts.agreed_slots,
+            "by_layer": {layer: vars(one) for layer, one in counts.by_layer.items()},
+            **self.predictions.facts(decode),
+        }
+
+    def lines(self, decode: Totals) -> list[str]:
+        counts = self.counts
+        return [
+            f"moe-route-ahead: {self.depth} layers early — {counts.committed} routings "
+            f"committed, {counts.passed_through} passed through; committed selection agreed with "
+            f"the router on {share(counts.agreed_slots, counts.slots)} of slots",
+            *self.predictions.lines("moe-route-ahead", decode),
+        ]

@@ -1,14 +1,12 @@
-"""Predicting by gates in the engine: rows in, predictions made, rankings and early reads out.
+"""Predictions by routers: hidden vectors in, rankings and early reads out.
 
-Route-ahead commits what is predicted here, predicted prefetch only reads it. In a layer's
-callback, in this order (`Stream.routed`):
+Route-ahead commits what is predicted here, predicted prefetch only reads it. In a layer's hooks, in
+this order (`routing.policy`):
 
-1. `settle`: rankings that have arrived are handed to the policy; with late="wait" the one for
-   this very layer is waited for. The watchdog looks at the router's choice.
-2. The policies decide the routing, and the layer's own reads go to the lanes. (With dropping, they
-   go when the weights are known, and 3 comes before that: the row does not live so long.)
-3. `predict`: the row is given to the predictor, for the layer N further on.
-4. `issue`: the experts of every ranking that has arrived are read early.
+1. `settle`, in `routed`: rankings that have arrived are handed to the policy; with late="wait" the
+   one for this very layer is waited for. The watchdog looks at the router's choice.
+2. `predict`: the hidden vector is given to the predictor, for the layer N further on.
+3. `issue`, in `issued` and `product`: the experts of every ranking that has arrived are read early.
 """
 
 from __future__ import annotations
@@ -17,34 +15,34 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from routeahead.llamacpp.router_input import Row
-from routeahead.policies.route_ahead import Reason
-from routeahead.prediction.ranker import Ranker
 from routeahead.prediction.watchdog import Watchdog
 from routeahead.prediction.worker import Inline, Prediction, Worker
-from routeahead.telemetry.counters import Phase
+from routeahead.routing.policy import Model, Precision, Routing
+from routeahead.telemetry.counters import Totals
+from routeahead.types import Ids, Phase
 
-Ids = npt.NDArray[np.int32]
+Compute = Literal["inline", "worker"]
+Late = Literal["pass", "wait"]
 ReadEarly = Callable[[int, Sequence[int]], None]
-Resident = Callable[[int, int], bool]
 Recorded = Callable[[int, int], Ids]
+
+Reason = Literal[
+    "structural", "prefill", "first_token", "unreadable", "several_rows", "late", "disarmed"
+]
 
 _PREDICTORS: dict[str, type[Inline] | type[Worker]] = {"inline": Inline, "worker": Worker}
 
 
 @dataclass
-class AheadTimes:
-    """Seconds since the load.
+class PredictionTimes:
+    """What predicting has cost since the load, in seconds.
 
     Attributes:
         gemv_s: router products and rankings: a worker's CPU time, or the evaluation thread's time.
-        issue_s: the evaluation thread giving away rows and early reads.
+        issue_s: the evaluation thread handing over hidden vectors and early reads.
         wait_s: the evaluation thread waiting for rankings.
         watchdog_s: the same as gemv_s for the watchdog's products, and comparing.
     """
@@ -55,110 +53,115 @@ class AheadTimes:
     watchdog_s: float = 0.0
 
 
-class Policy(Protocol):
+class Consumer(Protocol):
     """What is done with rankings. `depth` in MoE layers; `serial` numbers the steps."""
 
     depth: int
     serial: int
 
-    def begin(self) -> None: ...
+    def next_step(self) -> None: ...
 
-    def offer(self, serial: int, index: int, ids: Ids) -> bool: ...
+    def offer(self, serial: int, layer: int, ids: Ids) -> bool: ...
 
-    def cannot_predict(self, index: int, reason: Reason) -> None: ...
+    def cannot_predict(self, layer: int, reason: Reason) -> None: ...
 
 
-class Ahead:
-    """Joins the ranker, the predictor and a policy. Belongs to the evaluation thread.
+class Predictions:
+    """Joins a ranker, a predictor and a policy. Belongs to the evaluation thread.
 
     Attributes:
-        policy: what the rankings are for.
-        ranker: where they come from.
-        watchdog: once it has bitten, there are no more.
-        times: what it costs.
+        ranker: where rankings come from.
+        watchdog: once it has disarmed, there are no more rankings.
+        times: what predicting costs.
     """
 
     def __init__(
         self,
-        layers: Sequence[int],
-        policy: Policy,
-        ranker: Ranker,
-        watchdog: Watchdog,
+        model: Model,
+        consumer: Consumer,
         *,
-        compute: Literal["inline", "worker"],
-        late: Literal["pass", "wait"],
+        compute: Compute,
+        late: Late,
+        precision: Precision,
         read_early: ReadEarly,
-        resident: Resident,
         recorded: Recorded | None = None,
         cold_share: float = 0.0,
     ) -> None:
         """
+        Predicts for `consumer`, a policy of `model`.
+
         Args:
-            layers: numbers of the MoE layers, in order.
             read_early: called with a layer and the experts that were predicted, best first.
-            resident: (layer, expert) → whether using it causes no read.
             recorded: (position, layer) → ids that take the place of every ranking (a forced run).
             cold_share: predicted share of a routing below which an expert is going to be dropped
                 if it is not resident, so that it is not read early; the top expert always is.
         """
-        self.policy, self.ranker, self.watchdog = policy, ranker, watchdog
-        self.times = AheadTimes()
-        self._layers, self._late = layers, late
-        self._index = {layer: index for index, layer in enumerate(layers)}
+        self._model, self._consumer, self._late = model, consumer, late
+        self.ranker = model.ranker(precision)
+        self.watchdog = Watchdog(len(model.layers))
+        self.times = PredictionTimes()
         self._predictor = _PREDICTORS[compute](self._rank)
         self._read_early, self._recorded = read_early, recorded
-        self._cold_share, self._resident = cold_share, resident
+        self._cold_share = cold_share
         self._asked: deque[Prediction] = deque()  # not yet collected, oldest first
         self._fresh: list[tuple[int, list[int]]] = []  # layers and experts to read for
         self._decoding = False
         self._position = 0
 
+    @property
+    def active(self) -> bool:
+        """Whether hidden vectors are of use in this batch."""
+        return self._decoding and self.watchdog.armed
+
     def begin(self, phase: Phase, position: int) -> None:
         """A batch begins; in decode, with the token at `position`."""
         self._decoding, self._position = phase == "decode", position
         self._forget()
-        self.policy.begin()
-        self.ranker.tap.begin(reading=self._decoding and self.watchdog.armed)
+        self._consumer.next_step()
         if self._decoding:
             self.ranker.prepare()
 
-    def settle(self, layer: int, ids: Ids, row: Row | None) -> None:
-        """At the top-k of `layer`, before its routing is decided; `ids` are the router's own."""
-        if not self._decoding or not self.watchdog.armed:
+    def settle(self, routing: Routing) -> None:
+        """A layer's router has chosen, and no policy has chosen otherwise yet."""
+        if not self.active:
             return
-        index = self._index[layer]
+        layer = routing.layer
         if self._asked:
-            self._collect(index, wait=self._late == "wait")
-        if self.watchdog.wants() and row is not None and len(ids) == 1 and index in self.ranker:
-            router = ids[0].copy()
-            self._submit(Prediction(self.policy.serial, index, row, router), index)
+            self._collect(layer, wait=self._late == "wait")
+        if (
+            self.watchdog.wants()
+            and routing.hidden is not None
+            and len(routing.ids) == 1
+            and layer in self.ranker
+        ):
+            router = routing.ids[0].copy()
+            self._submit(Prediction(self._consumer.serial, layer, routing.hidden, router), layer)
 
-    def predict(self, layer: int, rows: int, row: Row | None) -> None:
-        """At the same top-k; `row` is the gate's input."""
-        if not self._decoding or not self.watchdog.armed:
+    def predict(self, routing: Routing) -> None:
+        """The same routing: what it says of the layer N further on."""
+        if not self.active:
             return
         start, inline = time.perf_counter(), 0.0
-        index = self._index[layer]
-        target = index + self.policy.depth
-        if target < len(self._layers):
-            if row is None:
-                why: Reason = "several_rows" if rows != 1 else "unreadable"
-                self.policy.cannot_predict(target, why)
+        target = self._model.later(routing.layer, self._consumer.depth)
+        if target is not None:
+            if routing.hidden is None:
+                why: Reason = "several_rows" if len(routing.ids) != 1 else "unreadable"
+                self._consumer.cannot_predict(target, why)
             elif target not in self.ranker:
-                self.policy.cannot_predict(target, "first_token")
+                self._consumer.cannot_predict(target, "first_token")
             else:
-                prediction = Prediction(self.policy.serial, target, row)
-                self._submit(prediction, index)
+                prediction = Prediction(self._consumer.serial, target, routing.hidden)
+                self._submit(prediction, routing.layer)
                 inline = prediction.spent_s if isinstance(self._predictor, Inline) else 0.0
         self.times.issue_s += max(0.0, time.perf_counter() - start - inline)
 
     def issue(self, layer: int) -> None:
-        """At any stop of `layer` after its own reads: those for the rankings that have arrived."""
+        """The reads of `layer` are queued: those of the rankings that have arrived follow."""
         if not (self._asked or self._fresh):
             return
         start = time.perf_counter()
         if self._asked:
-            self._collect(self._index[layer], wait=False)
+            self._collect(layer, wait=False)
         for target, experts in self._fresh:
             self._read_early(target, experts)
         self._fresh.clear()
@@ -167,11 +170,41 @@ class Ahead:
     def recover(self) -> None:
         """After a fault: no prediction of the void token is of use."""
         self._forget()
-        self.policy.begin()
+        self._consumer.next_step()
 
     def close(self) -> None:
         self._forget()
         self._predictor.close()
+
+    # --- report ---
+
+    def facts(self, decode: Totals) -> dict[str, Any]:
+        """The watchdog's findings, and ms a decoded token (`PredictionTimes`)."""
+        tokens, watchdog = decode.tokens or 1, self.watchdog
+        seconds = {f.name: getattr(self.times, f.name) for f in fields(self.times)}
+        seconds["adopt_s"] = decode.adopt_s
+        return {
+            "watched_slots": watchdog.slots,
+            "reproduced_slots": watchdog.reproduced,
+            "disarmed": watchdog.disarmed,
+            **{f"{name[:-2]}_ms_per_tok": 1e3 * value / tokens for name, value in seconds.items()},
+        }
+
+    def lines(self, label: str, decode: Totals) -> list[str]:
+        """What predicting cost, and whether it has been given up."""
+        facts = self.facts(decode)
+        gemv, issue, wait, adopt, watchdog = (
+            f"{facts[f'{name}_ms_per_tok']:.2f}"
+            for name in ("gemv", "issue", "wait", "adopt", "watchdog")
+        )
+        cost = (
+            f"{label}-cost: ra_gemv_ms/tok {gemv}, ra_issue_ms/tok {issue}, waiting {wait}, "
+            f"adopting {adopt}, watchdog {watchdog}"
+        )
+        disarmed = f"{label}: disarmed: {self.watchdog.disarmed}"
+        return [cost, disarmed] if self.watchdog.disarmed else [cost]
+
+    # --- inside ---
 
     def _forget(self) -> None:
         for prediction in self._asked:
@@ -179,68 +212,67 @@ class Ahead:
         self._asked.clear()
         self._fresh.clear()
 
-    def _submit(self, prediction: Prediction, index: int) -> None:
-        """At `index` is the layer that runs now."""
+    def _submit(self, prediction: Prediction, layer: int) -> None:
+        """`layer` is the one that runs now."""
         self._predictor.submit(prediction)
         if isinstance(self._predictor, Inline):
-            self._take(prediction, index)
+            self._take(prediction, layer)
         else:
             self._asked.append(prediction)
 
-    def _collect(self, index: int, *, wait: bool) -> None:
-        """Takes what the predictor has finished. At `index` is the layer that runs now.
+    def _collect(self, layer: int, *, wait: bool) -> None:
+        """Takes what the predictor has finished. `layer` is the one that runs now.
 
         Raises:
             BaseException: whatever a prediction met with.
         """
-        while self._asked and (self._asked[0].done or (wait and self._asked[0].index <= index)):
+        while self._asked and (self._asked[0].done or (wait and self._asked[0].layer <= layer)):
             prediction = self._asked[0]
             if not prediction.done:
                 start = time.perf_counter()
                 prediction.wait()
                 self.times.wait_s += time.perf_counter() - start
             self._asked.popleft()
-            self._take(prediction, index)
+            self._take(prediction, layer)
         for prediction in self._asked:
-            if prediction.index <= index and prediction.router is None:
+            if prediction.layer <= layer and prediction.router is None:
                 prediction.void = True  # its layer goes on without it
 
-    def _take(self, prediction: Prediction, index: int) -> None:
+    def _take(self, prediction: Prediction, layer: int) -> None:
         if prediction.error:
             raise prediction.error
-        ids, target = prediction.ids, prediction.index
+        ids, target = prediction.ids, prediction.layer
         if prediction.router is not None:
             self._watch(prediction.router, ids, prediction.spent_s)
             return
         self.times.gemv_s += prediction.spent_s
-        if ids is None or target < index:
+        if ids is None or target < layer:
             return
-        layer = self._layers[target]
         if self._recorded:
-            ids = self._recorded(self._position, layer)
-        if self.policy.offer(prediction.serial, target, ids) and target > index:
-            self._fresh.append((layer, self._worth_reading(layer, ids, prediction)))
+            ids = self._recorded(self._position, target)
+        if self._consumer.offer(prediction.serial, target, ids) and target > layer:
+            self._fresh.append((target, self._worth_reading(target, ids, prediction)))
 
     def _worth_reading(self, layer: int, ids: Ids, prediction: Prediction) -> list[int]:
         """The experts of a ranking, less those that are going to be dropped unread."""
         experts: list[int] = ids.tolist()
         if prediction.logits is None:
             return experts
-        shares = self.ranker.rule(prediction.index).shares(prediction.logits, ids).tolist()
-        top = max(shares)
+        shares = self.ranker.rule(layer).shares(prediction.logits, ids).tolist()
+        top, resident = max(shares), self._model.experts.resident
         return [
             expert
             for expert, share in zip(experts, shares, strict=True)
-            if share >= self._cold_share or share == top or self._resident(layer, expert)
+            if share >= self._cold_share or share == top or resident(layer, expert)
         ]
 
     def _rank(self, prediction: Prediction) -> Ids:
         """Runs on the predictor's thread."""
-        index = prediction.index
-        logits = self.ranker.logits(index, prediction.row)
+        layer = prediction.layer
+        logits = self.ranker.logits(layer, prediction.hidden)
         if self._cold_share:
             prediction.logits = logits.copy()
-        return self.ranker.rule(index).select(logits)
+        return self.ranker.rule(layer).select(logits)
 
     def _watch(self, router: Ids, ids: Ids | None, spent_s: float) -> None:
         start = time.perf_counter()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
-Ids = npt.NDArray[np.int32]
+from routeahead.types import Ids
 
 
 class StepRankings:
-    """Keeps what was predicted in this step, and nothing that was in an earlier one.
+    """Keeps what was predicted in this step, and nothing of an earlier one.
 
     Attributes:
         serial: number of the current step.
@@ -17,16 +14,23 @@ class StepRankings:
 
     def __init__(self) -> None:
         self.serial = 0
-        self._rankings: dict[int, Ids] = {}  # layer's index → ids, of this step
+        self._rankings: dict[int, Ids] = {}  # by layer, of this step
 
-    def begin(self) -> None:
+    def next_step(self) -> None:
         """A new step: nothing predicted before is of use."""
         self.serial += 1
         self._rankings.clear()
 
-    def offer(self, serial: int, index: int, ids: Ids) -> bool:
-        """A ranking (top_k,) for the layer at `index`, best first; False if of another step."""
+    def offer(self, serial: int, layer: int, ids: Ids) -> bool:
+        """A ranking (top_k,) for `layer`, best first; False if it is of another step."""
         if serial != self.serial:
             return False
-        self._rankings[index] = ids
+        self._rankings[layer] = ids
         return True
+
+    def take(self, layer: int) -> Ids | None:
+        """The layer's ranking, once; None if there is none."""
+        return self._rankings.pop(layer, None)
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._rankings

@@ -1,16 +1,13 @@
-"""Mistrust of one's own predictions: can the router's choice be reproduced at all?
+"""Checks that predictions can be trusted: can the router's own choice be reproduced?
 
-A prediction is a layer's gate applied to a hidden row that was read out of the graph. Applied to
-the layer's *own* row it must give what the router has just chosen. Where it does not, the row, the
-gate or the selection rule is not what the predictions take it for, and they are worthless.
+A prediction is a layer's router applied to a hidden vector that was read out of the graph. Applied
+to the layer's *own* vector it must give what the router has just chosen. If it does not, then the
+vector, the router or the selection rule is not what the predictions take it for.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
-Ids = npt.NDArray[np.int32]
+from routeahead.types import Ids
 
 WATCH_EVERY = (17, 19)  # routings; primes, so that every layer gets its turn
 WATCH_SLOTS = 64  # slots that a verdict needs
@@ -18,7 +15,7 @@ WATCH_LEAST = 0.9  # share of them that must be reproduced
 
 
 class Watchdog:
-    """Samples decode routings, and bites once.
+    """Samples decode routings, and disarms predictions for good if too few are reproduced.
 
     Attributes:
         every: so many decode routings to a sample.
@@ -44,7 +41,7 @@ class Watchdog:
         return self._decoded % self.every == 0
 
     def watch(self, router: Ids, reproduced: Ids) -> str:
-        """Compares what the router chose with what its gate gives on the row that was read.
+        """Compares what a router chose with its ranking of the hidden vector that was read.
 
         Returns why predictions are now given up, or an empty text.
         """

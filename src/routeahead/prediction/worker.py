@@ -2,14 +2,15 @@
 
 Hand-overs between threads (worker only):
 
-* `Prediction`: the evaluation thread makes it, with a copy of the hidden row, and from `submit` on
-  only reads `done` and sets `void`. The worker writes `ids` and `logits`, or `error`, then `done`,
-  then releases the prediction's lock; who finds `done`, or has acquired the lock in `wait`, may
-  read the rest.
+* `Prediction`: the evaluation thread makes it, with a copy of the hidden vector, and from
+  `submit` on only reads `done` and sets `void`. The worker writes `ids` and `logits`, or `error`,
+  then `done`, then releases the prediction's lock; who finds `done`, or has acquired the lock in
+  `wait`, may read the rest.
 * `void` goes the other way: the evaluation thread sets it when nobody wants the prediction any
   more. The worker may see it too late and compute for nothing, which does no harm: a prediction
   carries the serial number of its step.
-* A gate has buffers of its own and is used by one thread: the worker's, or the evaluation's.
+* A router product has buffers of its own and is used by one thread: the worker's, or the
+  evaluation's.
 """
 
 from __future__ import annotations
@@ -20,11 +21,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-import numpy as np
-import numpy.typing as npt
-
-Row = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int32]
+from routeahead.types import Floats, Ids
 
 
 class Prediction:
@@ -32,25 +29,25 @@ class Prediction:
 
     Attributes:
         serial: number of the decode step.
-        index: of the layer it is for, among the MoE layers.
+        layer: number of the layer that it is for.
         ids: int32 (top_k,), best first, once `done`.
-        logits: float32 (n_expert,) that they come from, where they are of use later.
+        logits: float32 (n_expert,) that they come from; None if nobody needs them later.
         error: what went wrong instead.
-        spent_s: time it took: of a worker's CPU, or of the clock inline, where even asking for CPU
-            time costs as much as what is measured (a system call with cold caches).
-        router: what the layer's own router chose on the same row, for the watchdog to compare;
-            None where this is a prediction indeed.
+        spent_s: seconds it took: CPU time of a worker, wall time inline (there a system call with
+            cold caches would cost as much as what is measured).
+        router: what the layer's own router chose on the same vector, for the watchdog to compare;
+            None if this is a prediction indeed.
     """
 
     __slots__ = (
-        "_settled", "done", "error", "ids", "index", "logits", "router", "row", "serial",
+        "_settled", "done", "error", "hidden", "ids", "layer", "logits", "router", "serial",
         "spent_s", "void",
     )  # fmt: skip
 
-    def __init__(self, serial: int, index: int, row: Row, router: Ids | None = None) -> None:
-        self.serial, self.index, self.row, self.router = serial, index, row, router
+    def __init__(self, serial: int, layer: int, hidden: Floats, router: Ids | None = None) -> None:
+        self.serial, self.layer, self.hidden, self.router = serial, layer, hidden, router
         self.ids: Ids | None = None
-        self.logits: npt.NDArray[np.float32] | None = None
+        self.logits: Floats | None = None
         self.error: BaseException | None = None
         self.spent_s = 0.0
         self.done = self.void = False
@@ -70,7 +67,7 @@ class Prediction:
 
     def hand_over(self) -> None:
         """Another thread is going to run it."""
-        self.row = self.row.copy()  # the graph goes on and reuses the memory
+        self.hidden = self.hidden.copy()  # the graph goes on and reuses the memory
         self._settled = _thread.allocate_lock()
         self._settled.acquire()
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from routeahead.config import DEFAULT_IO_THREADS
+from routeahead.config import Settings
 from routeahead.errors import SettingsError
 from routeahead.replay.eviction import Policy, make_cache
 from routeahead.telemetry.route_trace import RouteTrace, TraceError
@@ -101,7 +101,7 @@ class Machine:
     bandwidth: float
     compute_s: float
     latency_s: float = 0.0001
-    lanes: int = DEFAULT_IO_THREADS
+    lanes: int = Settings.io_threads
     route_ahead: int = 0
     overlap: bool = True
     expert_share: float = 0.6

@@ -9,22 +9,22 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-Activation = Literal["none", "softmax", "sigmoid", "sqrt_softplus"]
+from routeahead.types import Floats
 
-Floats = npt.NDArray[np.float32]
+Activation = Literal["none", "softmax", "sigmoid", "sqrt_softplus"]
 
 
 @dataclass(frozen=True)
 class SelectionRule:
     """Logits of one row → the experts that the model's graph would choose.
 
-    Follows llama.cpp's `build_moe_ffn`: gate bias, activation, selection bias (DeepSeek-V3's
+    Follows llama.cpp's `build_moe_ffn`: router bias, activation, selection bias (DeepSeek-V3's
     `exp_probs_b`), then, with groups, only the best groups compete, a group being worth the sum of
     its two best scores.
 
     Attributes:
         top_k: experts chosen.
-        gate_bias: float32 (n_expert,), added to the logits; None: no bias.
+        router_bias: float32 (n_expert,), added to the logits; None: no bias.
         selection_bias: float32 (n_expert,), sways the selection and not the weights; None: no bias.
         groups: number of groups of equal size; 0: experts compete with all others.
         groups_used: groups that stay in the race.
@@ -32,7 +32,7 @@ class SelectionRule:
 
     top_k: int
     activation: Activation
-    gate_bias: Floats | None = None
+    router_bias: Floats | None = None
     selection_bias: Floats | None = None
     groups: int = 0
     groups_used: int = 0
@@ -50,8 +50,8 @@ class SelectionRule:
         They are the graph's selection scores, except that an activation which leaves the order as
         it is (all of them do) is left out where nothing is added to its result.
         """
-        if self.gate_bias is not None:
-            logits = logits + self.gate_bias
+        if self.router_bias is not None:
+            logits = logits + self.router_bias
         if self.selection_bias is None and not self.groups:
             return logits
         scores = _ACTIVATE[self.activation](logits)
@@ -64,8 +64,8 @@ class SelectionRule:
         sum of weights. The selection bias has no part in them; neither normalising nor scaling
         the weights changes them."""
         chosen = logits[ids]
-        if self.gate_bias is not None:
-            chosen = chosen + self.gate_bias[ids]
+        if self.router_bias is not None:
+            chosen = chosen + self.router_bias[ids]
         # Without an activation before the selection there is one after it: a softmax over the
         # selected (gpt-oss). Llama 4's sigmoid would give other shares, and has one expert a token.
         if self.activation in ("none", "softmax"):

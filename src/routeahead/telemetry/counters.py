@@ -16,9 +16,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-Phase = Literal["prefill", "decode"]
+from routeahead.types import Phase
 
 
 @dataclass
@@ -89,3 +88,8 @@ def peak_rss_bytes() -> int:
 def cpu_s() -> float:
     """CPU time of this process, all threads."""
     return time.process_time()
+
+
+def share(part: int, whole: int) -> str:
+    """A part of a whole as a percentage; "-" if there is no whole."""
+    return f"{part / whole:.1%}" if whole else "-"

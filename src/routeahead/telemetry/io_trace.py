@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from routeahead.errors import ModelError
 from routeahead.experts.lanes import ReadRecord
-from routeahead.telemetry.counters import Phase
 from routeahead.telemetry.table import open_table
+from routeahead.types import Phase
 
 COLUMNS: Mapping[str, str] = {
     "time_s": "float64",  # when the read ended, from the start of the trace

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from routeahead.experts.layout import ModelLayout
-from routeahead.telemetry.counters import Phase, Totals
+from routeahead.telemetry.counters import Totals
 from routeahead.telemetry.io_trace import IoTrace
 from routeahead.telemetry.route_log import RouteLog
 from routeahead.telemetry.step_log import StepLog
+from routeahead.types import Phase
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.experts.layout import ModelLayout
-from routeahead.telemetry.counters import Phase
 from routeahead.telemetry.table import open_table
+from routeahead.types import Phase
 
 COLUMNS: Mapping[str, str] = {
     "turn": "int64",  # prompts so far
