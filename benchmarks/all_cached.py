@@ -3,8 +3,8 @@
     python benchmarks/make_model.py MODEL --layers 12
     GOMP_SPINCOUNT=10000 python benchmarks/all_cached.py MODEL
 
-Both models evaluate the same random tokens from an empty context again and again, so that after the
-first round every expert is in the cache; a round that misses ends the run. One process, because on
+Both models evaluate the same random tokens from an empty context, once a round. After the first
+round every expert is in the cache; a later miss ends the run. Both are in one process, because on
 virtual machines memory that is touched for the first time costs more than the disk does.
 """
 

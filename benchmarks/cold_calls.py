@@ -1,4 +1,4 @@
-"""What small calls cost while large matrices stream through the caches, as between two layers.
+"""What small calls cost after large matrices have filled the CPU's caches, as between two layers.
 
     python benchmarks/cold_calls.py
 

@@ -2,8 +2,8 @@
 
     routeahead bench MODEL --cell 'plain:' --cell 'late: DELAY_MS=5 benchmarks/delayed_run.py'
 
-A benchmark that cannot see a difference that is certainly there proves nothing. This makes one, for
-`self_check.py`. Nothing in the package knows of DELAY_MS.
+`self_check.py` uses it to see whether the bench detects a difference that is certainly there. The
+package itself does not know DELAY_MS.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from routeahead.cli.main import main
 
 
 def delay_decodes(seconds: float) -> None:
-    """Puts the delay where the engine's clock runs, so that it counts as time of the token."""
-    # Not on top: routeahead sets OpenMP's variables, and has to be imported before llama.cpp.
+    """Adds the delay inside what the engine times, so that it counts as time of the token."""
+    # Not at the top: routeahead sets OpenMP's variables and must be imported before llama.cpp.
     from llama_cpp._internals import LlamaContext
 
     decode = LlamaContext.decode

@@ -1,8 +1,10 @@
-"""What docs/measurements.md says of a model: `python benchmarks/measurements.py MODEL OUT`.
+"""Measures what docs/measurements.md says of a model.
 
-Runs `routeahead` again and again and leaves a JSON file for each question in OUT; what is there
-already is not run again, so an interrupted measurement goes on. Then `measurements_page.py` writes
-the page.
+    python benchmarks/measurements.py MODEL OUT
+
+Runs `routeahead` once for each figure and leaves a JSON file for each question in OUT. A file that
+is there already is kept, so an interrupted measurement continues. Then `measurements_page.py`
+writes the page.
 
 | file | what |
 |---|---|
@@ -20,11 +22,12 @@ import argparse
 import hashlib
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from cli_json import cli_json
 
 from routeahead.bench.cells import expand_shares, parse_cell, read_list
 from routeahead.bench.machine_state import describe
@@ -42,12 +45,12 @@ LOSSLESS = ("prefetch", "predicted")  # beside the stream: how their settings' n
 ESSAY_TOKENS, REPEATS = 512, 5
 TEXT_TOKENS = 2000
 FED_TOKENS = 1000  # of runs that are fed the held-out text
-# So that a fast disk does not hide what reads cost, and every disk is the same one.
+# Below every disk's own speed, so that reads cost the same on all of them.
 THROTTLE_MIB_S = 300
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split(":", maxsplit=1)[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument(
@@ -68,7 +71,7 @@ def main() -> None:
 
 
 class Measurement:
-    """One model's.
+    """The measurement of one model.
 
     Attributes:
         of: digests of everything that the figures depend on but the machine.
@@ -116,7 +119,7 @@ class Measurement:
         }
 
     def _ask(self, name: str, *arguments: object) -> Any:
-        """The battery. What is lossless is not asked: its logits on text are the resident's."""
+        """The battery. Lossless settings are not asked: their logits on text are the resident's."""
         question, lines = read_list(SETTINGS)
         lossy = [line for line in lines if not line.startswith(LOSSLESS)]
         listed = self._scratch / "lossy.txt"
@@ -126,7 +129,7 @@ class Measurement:
     def _eval(self, name: str, *arguments: object, settings: Path = SETTINGS) -> Any:
         more = ("--settings", settings, "-t", 1, "--work", self._scratch / name)
         # Results alone: the rest of the record names folders of this machine.
-        return {"results": self._json("eval", *arguments, *more, "--json")["results"]}
+        return {"results": cli_json("eval", self._model, *arguments, *more)["results"]}
 
     def _agreement(self) -> dict[str, Any]:
         found = {}
@@ -148,7 +151,10 @@ class Measurement:
             yield cell.name, expand_shares(cell.flags, self._layout)
 
     def _essays(self) -> dict[str, Any]:
-        """Each setting's beside the resident run's; `identical` of how many runs of it."""
+        """Essays of each setting beside the resident run's.
+
+        `identical` says how many of a setting's `runs` gave the same tokens.
+        """
         ask = ("--prompt-file", ESSAY, "-n", ESSAY_TOKENS)
         resident = self._run(["--resident"], *ask)
         found: dict[str, Any] = {"resident": {"text": resident["text"]}}
@@ -174,22 +180,11 @@ class Measurement:
         lines = [f"{cell.name}: {' '.join(cell.flags)} {more}" for cell in self._settings]
         cells.write_text("\n".join(["# speed of each setting", *lines]) + "\n")
         counts = ("--tokens", 128, "--warmup", 32, "--passes", self._passes, "-t", 1)
-        record = self._json("bench", "--cells", cells, *counts, "--json")
+        record = cli_json("bench", self._model, "--cells", cells, *counts)
         return {"throttle_mib_s": THROTTLE_MIB_S, "summary": record["summary"]}
 
     def _run(self, flags: list[str], *arguments: object) -> Any:
-        return self._json("run", *flags, *arguments, "-t", 1, "-c", 1024, "--report")
-
-    def _json(self, verb: str, *arguments: object) -> Any:
-        """What the command wrote to the file that its last option names."""
-        out = self._scratch / "out.json"
-        command = [sys.executable, "-m", "routeahead.cli.main", verb, self._model, *arguments, out]
-        ended = subprocess.run(
-            [str(word) for word in command], stdout=subprocess.DEVNULL, check=False
-        )
-        if ended.returncode:
-            raise SystemExit(f"failed: {' '.join(map(str, command))}")
-        return json.loads(out.read_text())
+        return cli_json("run", self._model, *flags, *arguments, "-t", 1, "-c", 1024)
 
 
 if __name__ == "__main__":

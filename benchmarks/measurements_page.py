@@ -7,65 +7,20 @@ Each folder in docs/measurements is one model's. Nothing is measured here.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from measurements_model import MIB, Model, read_models
 from measurements_plots import draw
 
-MIB = 1 << 20
 TEMPLATE = Path(__file__).with_suffix(".md")
 README_SETTINGS = (
     "stream", "ahead-1", "ahead-2", "ahead-4", "drop-0.5", "substitute-0.1", "used-3",
 )  # fmt: skip
 _BLOCK = re.compile(r"(<!-- measurements -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-class Model:
-    """One model's measurements.
-
-    Attributes:
-        name: of its folder.
-        about, agreement, essays: the files' content.
-        text, answers, decoded: by setting; `baseline` is the resident run, and what is lossless
-            was not asked for answers.
-        speed: summary of the bench, by setting; empty where it was not run.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        files = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-        self.name = folder.name
-        self.about, self.agreement = files["about"], files["agreement"]
-        self.essays = files["essays"]
-        speed = files.get("speed", {"throttle_mib_s": 0, "summary": []})
-        self.throttle = speed["throttle_mib_s"]
-        self.speed = {one["name"]: one for one in speed["summary"]}
-        self.text, self.answers, self.decoded = (
-            {one["name"]: one for one in files[name]["results"]}
-            for name in ("text", "answers", "decoded")
-        )
-        self.settings = [name for name in self.text if name != "baseline"]
-
-    def perplexity_ratio(self, name: str) -> float:
-        """To the resident run's."""
-        baseline = self.text["baseline"]["text"]["perplexity"]
-        return float(self.text[name]["text"]["perplexity"] / baseline)
-
-    def mib_per_token(self, name: str) -> float:
-        return float(self.text[name]["cost"]["bytes_per_token"] / MIB)
-
-    def speed_ratio(self, name: str) -> float:
-        """Tokens a second, to the lossless stream's."""
-        return 1.0 if name == "stream" else self.speed[name]["ratios"]["tok_per_s"]["median"]
-
-    def agreed(self, depth: str, layer: str | None = None) -> float | None:
-        """Share of slots, of one layer or of all that were committed."""
-        counts = self.agreement[depth]
-        counts = counts["by_layer"][layer] if layer else counts
-        return counts["agreed_slots"] / counts["slots"] if counts["slots"] else None
 
 
 def main() -> None:
@@ -75,12 +30,6 @@ def main() -> None:
     (docs / "measurements.md").write_text(page(models), encoding="utf-8")
     readme = docs.parent / "README.md"
     readme.write_text(with_table(readme.read_text(encoding="utf-8"), models[0]), encoding="utf-8")
-
-
-def read_models(docs: Path) -> list[Model]:
-    """The embedded model comes first."""
-    folders = [path for path in (docs / "measurements").iterdir() if path.is_dir()]
-    return sorted(map(Model, folders), key=lambda one: one.name != "embedded")
 
 
 def page(models: Sequence[Model]) -> str:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-if TYPE_CHECKING:
-    from measurements_page import Model
+from measurements_model import Model
 
 mpl.rcParams["svg.hashsalt"] = "routeahead"  # the same figures give the same file
 # Families of settings, told apart by colour and mark: setting's beginning → (colour, mark).
@@ -32,7 +29,7 @@ def draw(models: Sequence[Model], folder: Path) -> None:
 
 
 def _cost(model: Model) -> Figure:
-    """Perplexity against bytes a token, and against speed: down and to the good side is better."""
+    """Perplexity against bytes a token, and against speed."""
     panels = 2 if model.speed else 1
     figure = Figure(figsize=(5 * panels, 4.5), layout="constrained")
     left, *right = figure.subplots(1, panels, sharey=True, squeeze=False)[0]

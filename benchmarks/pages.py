@@ -1,6 +1,8 @@
-"""What it costs to have memory under a read: `docs/architecture.md`, "Pages".
+"""What a read costs by the kind of memory under it: `docs/architecture.md`, "Pages".
 
-python benchmarks/pages.py FILE    (any large file; the median µs of a read is printed)
+    python benchmarks/pages.py FILE
+
+Any large file will do. Prints the median time of a read in µs, and its quartiles.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from pathlib import Path
 
 from routeahead.experts import arena
 from routeahead.experts.arena import Pages, Reservation
-from routeahead.experts.layout import Shard
+from routeahead.experts.layout import BLOCK, Shard
 
 Place = Callable[[int, int], memoryview]  # (number of the read, offset) → where it goes
 
-SLICE = 216 * 4096
+SLICE = 216 * BLOCK
 HELD, READS, ROUNDS = 200, 600, 3
 
 
@@ -32,7 +34,7 @@ def address_of(view: memoryview) -> int:
 def slots(*, huge: bool) -> list[memoryview]:
     """Buffers that stay committed: no page is ever moved or given back."""
     memory = Reservation(HELD * SLICE, huge=huge)
-    for offset in range(0, HELD * SLICE, 4096):
+    for offset in range(0, HELD * SLICE, BLOCK):
         memory.view[offset] = 1
     return [memory.view[i * SLICE : (i + 1) * SLICE] for i in range(HELD)]
 

@@ -2,13 +2,13 @@
 
     routeahead bench MODEL --cell 'mmap: benchmarks/plain_mmap.py' --cell 'stream:'
 
-Stock `llama_cpp.Llama` with its defaults, but one: use_extra_bufts is off. With it, llama.cpp
-crashes on processors with AMX when a batch has two rows or more (llama.cpp issue 20824); and it
-copies weights into a layout of its own, so that they would not be mapped.
+`llama_cpp.Llama` with its defaults but one: use_extra_bufts is off. With it, llama.cpp crashes on
+processors with AMX if a batch has two rows or more (llama.cpp issue 20824), and it copies weights
+into another layout, so that they would not be mapped.
 
-The report has the keys of `routeahead run --report` that make sense here. Waiting for the disk
-happens in page faults inside the arithmetic, so there is neither a stall nor a time of computing
-alone. Bytes read are the kernel's count for this process.
+The report has those keys of `routeahead run --report` that apply. The disk is waited for in page
+faults inside the arithmetic, so neither stall nor compute can be told apart. Bytes read are the
+kernel's count for this process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Stays on top: routeahead sets OpenMP's variables when it is imported, and plain llama.cpp has to
-# load without them.
+# Must stay the first import: routeahead sets OpenMP's variables when it is imported, and plain
+# llama.cpp has to load without them.
 import llama_cpp
 
 from routeahead.cli.options import forced_tokens

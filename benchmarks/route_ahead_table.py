@@ -1,9 +1,10 @@
-"""The table of docs/route-ahead.md, from what `routeahead bench --json` wrote.
+"""Prints the table of docs/route-ahead.md from what `routeahead bench --json` wrote.
 
     python benchmarks/route_ahead_table.py 12.rho-0.6.json 12.rho-0.9.json ...
 
-rho is the measured one: the time that the baseline's missed bytes take at the throttled bandwidth,
-over its compute time. *kept* is how much of the stall that went away the token became shorter by.
+rho is the time that the baseline's missed bytes take at the throttled bandwidth, divided by its
+measured compute time. *kept* is the time by which the token became shorter, divided by the stall
+that was removed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from routeahead.bench.bench import Run
+from routeahead.bench.runs import Run
 from routeahead.bench.statistics import Ratio, spread
 from routeahead.bench.summary import SPEED, CellSummary, summarise
 

@@ -1,4 +1,4 @@
-"""Does the bench see a difference that is there, and none where there is none?
+"""Checks that the bench sees a difference that is there, and no other.
 
     python benchmarks/self_check.py MODEL --flags '--cache-mb 512'
 
@@ -13,8 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from routeahead.bench.bench import Bench, Plan
 from routeahead.bench.cells import CellList, parse_cell
+from routeahead.bench.runs import Bench, Plan
 from routeahead.bench.statistics import Ratio
 from routeahead.bench.summary import SPEED, CellSummary, summarise
 from routeahead.llamacpp.gguf_file import read_layout
@@ -41,8 +41,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--flags", default="", help="of `routeahead run`, for all three cells")
     parser.add_argument("--delay-ms", type=float, default=5.0, help="what the third cell gets more")
     parser.add_argument("--tries", type=int, default=20)
-    # Of fifteen pairs two may disagree, of the ten that a claim needs none: one moment in which
-    # somebody else uses the machine would spoil a try.
+    # Of fifteen pairs two may disagree, of the least number for a claim (ten) none: then a single
+    # disturbance by another user of the machine would void a try.
     parser.add_argument("--passes", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=Plan.tokens)
     parser.add_argument("--warmup", type=int, default=Plan.warmup)

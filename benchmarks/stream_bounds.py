@@ -3,15 +3,15 @@
     python benchmarks/make_model.py MODEL --layers 12
     python benchmarks/stream_bounds.py MODEL
 
-Without a cache: a token may take its compute plus 1.1 times what bare `preadv` threads, as many as
-there are lanes, take for the same reads into reused committed buffers. Cold: the time to the first
-token against the bytes that it needs. Memory: the peak against everything that must be resident.
+* No cache: a token may take its compute time and 1.1 times what `preadv` alone takes for the same
+  reads, in as many threads as there are lanes, into reused committed buffers.
+* Cold: the time to the first token against the bytes that it needs.
+* Memory: the peak against everything that must be resident.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -23,28 +23,25 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cli_json import cli_json
+
 from routeahead.bench.machine_state import drop_page_cache
 from routeahead.experts.arena import Reservation
 from routeahead.experts.layout import BLOCK, MIB, ModelLayout
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.telemetry.io_trace import read_io_trace
 
-RUN = [sys.executable, "-m", "routeahead.cli.main", "run"]
 SLACK_MIB = 300
 COLD_SLACK_S = 2.0
 BARE_FACTOR = 1.1
-BUFFERS = 32  # reused in turn, as a queue of reads would
+BUFFERS = 32  # reused in turn
 
 
-def run(model: Path, folder: Path, *flags: object) -> dict[str, Any]:
-    """The report of one run of random tokens, and the wall time of its process."""
-    report = folder / "report.json"
+def run(model: Path, *flags: object) -> dict[str, Any]:
+    """The report of one run of random tokens, and `process_s`, the wall time of its process."""
     start = time.perf_counter()
-    command = [*RUN, model, "--forced-tokens", "seed:5", "--report", report, *flags]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return {**json.loads(report.read_text()), "process_s": time.perf_counter() - start}
+    report = cli_json("run", model, "--forced-tokens", "seed:5", *flags)
+    return {**report, "process_s": time.perf_counter() - start}
 
 
 def bare_s(layout: ModelLayout, reads: list[tuple[int, int, int]], lanes: int, huge: bool) -> float:
@@ -78,19 +75,20 @@ def bare_s(layout: ModelLayout, reads: list[tuple[int, int, int]], lanes: int, h
     return took
 
 
-def no_cache(layout: ModelLayout, model: Path, folder: Path, options: Any) -> None:
+def no_cache(layout: ModelLayout, model: Path, options: Any) -> None:
     """Interleaved: resident, no cache, bare reads of the same offsets."""
-    trace = folder / "io.csv"
     figures: dict[str, list[float]] = {}
     for _ in range(options.rounds):
-        resident = run(model, folder, "-n", options.tokens, "--resident")
-        streamed = run(
-            model, folder, "-n", options.tokens, "--cache-mb", 0, "--io-trace", trace,
-            "--io-threads", options.lanes,
-        )  # fmt: skip
-        columns = read_io_trace(trace)
-        rows = columns["phase"] == "decode"
-        reads = list(zip(*(columns[c][rows].tolist() for c in ("shard", "offset", "bytes")),
+        resident = run(model, "-n", options.tokens, "--resident")
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "io.csv"
+            streamed = run(
+                model, "-n", options.tokens, "--cache-mb", 0, "--io-trace", trace,
+                "--io-threads", options.lanes,
+            )  # fmt: skip
+            columns = read_io_trace(trace)
+        decoded = columns["phase"] == "decode"
+        reads = list(zip(*(columns[c][decoded].tolist() for c in ("shard", "offset", "bytes")),
                          strict=True))  # fmt: skip
         reads = [(s, o, -(-n // BLOCK) * BLOCK) for s, o, n in reads]
         small, huge = (
@@ -117,12 +115,12 @@ def no_cache(layout: ModelLayout, model: Path, folder: Path, options: Any) -> No
         print(f"  {name:15} {middle:8.2f}{unit} ({low:.2f}..{high:.2f})")
 
 
-def cold(layout: ModelLayout, model: Path, folder: Path, options: Any) -> None:
+def cold(layout: ModelLayout, model: Path, options: Any) -> None:
     """A 16-token prompt with nothing in the page cache; wall time of the whole process."""
     excess = []
     for _ in range(options.rounds):
         drop_page_cache(layout.shards)
-        found = run(model, folder, "-p", "p" * 15, "-n", 1, "--cache-mb", options.cache_mb)
+        found = run(model, "-p", "p" * 15, "-n", 1, "--cache-mb", options.cache_mb)
         counters = found["counters"]
         drop_page_cache(layout.shards)
         union = counters["bytes_read"] - counters["bytes_per_token"]
@@ -149,11 +147,9 @@ _COMPUTE_BUFFER = re.compile(r"compute buffer size =\s*([\d.]+) MiB")
 _KV_BUFFER = re.compile(r"KV buffer size =\s*([\d.]+) MiB")
 
 
-def memory(layout: ModelLayout, model: Path, folder: Path, options: Any) -> None:
+def memory(layout: ModelLayout, model: Path, options: Any) -> None:
     """Peak resident size against what the engine has to hold."""
-    found = run(
-        model, folder, "-p", "p" * 200, "-n", options.tokens, "--cache-mb", options.cache_mb
-    )
+    found = run(model, "-p", "p" * 200, "-n", options.tokens, "--cache-mb", options.cache_mb)
     script = (
         "import sys, routeahead; "
         "routeahead.Llama(sys.argv[1], n_ctx=int(sys.argv[2]), cache_mb=0, verbose=True)"
@@ -186,10 +182,9 @@ def main() -> None:
     parser.add_argument("--only", choices=["no_cache", "cold", "memory"])
     options = parser.parse_args()
     layout = read_layout(options.model)
-    with tempfile.TemporaryDirectory() as name:
-        for part in (no_cache, cold, memory):
-            if options.only in (None, part.__name__):
-                part(layout, options.model, Path(name), options)
+    for part in (no_cache, cold, memory):
+        if options.only in (None, part.__name__):
+            part(layout, options.model, options)
 
 
 if __name__ == "__main__":

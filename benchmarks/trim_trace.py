@@ -1,31 +1,33 @@
-"""A routing trace without its prompt: `python benchmarks/trim_trace.py trace.csv short.csv`.
+"""Writes a routing trace without its prompt.
+
+    python benchmarks/trim_trace.py trace.csv short.csv
 
 The prompt's last token stays as a prompt of one, and decoded tokens follow at position 1. Replaying
 a long prompt reads most of a model's experts before the first decoded token: at 48 layers of a 30B
-model 12 GB, which says nothing about decode and takes the disk's burst away.
+model 12 GB, which has nothing to do with decode and uses up the time for which a disk is fastest.
 """
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
+
+from routeahead.telemetry.route_trace import COLUMNS, PHASES, read_trace
+from routeahead.telemetry.table import open_table
 
 
 def main() -> None:
     source, target = map(Path, sys.argv[1:])
-    lines = source.read_text().splitlines()
-    comments = [line for line in lines if line.startswith("#")]
-    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    first = min(int(row["step"]) for row in rows if row["phase"] == "1")
-    with target.open("w", newline="") as file:
-        file.write("\n".join(comments) + "\n")
-        table = csv.DictWriter(file, rows[0])
-        table.writeheader()
-        for row in rows:
-            step = int(row["step"]) - first + 1
-            if step >= 0:
-                table.writerow(row | {"step": step})
+    trace = read_trace(source)
+    phase, step = trace.slots[:, COLUMNS.index("phase")], trace.slots[:, COLUMNS.index("step")]
+    last = step[phase == PHASES.index("decode")].min() - 1
+    kept = trace.slots[step >= last]
+    kept[:, COLUMNS.index("step")] -= last
+    head = [f"layer={layer} expert_bytes={size}" for layer, size in trace.expert_bytes.items()]
+    types = dict.fromkeys(COLUMNS, "int64")
+    table = open_table(target, types, head, {"layers": trace.expert_bytes})
+    table.add(list(kept.T))
+    table.close()
 
 
 if __name__ == "__main__":

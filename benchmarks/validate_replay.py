@@ -3,49 +3,46 @@
     python benchmarks/make_model.py MODEL --layers 12 --top-k 6 --down-q6k-layers trace
     python benchmarks/validate_replay.py MODEL TRACE
 
-The trace drives a random model of the same shapes, so both see the same routing and bytes. The
-compute a layer is taken from one run that is not among the cells: the middle cache and the disk's
-own speed. Every other figure of the time model is a setting. `docs/replay.md` has the table.
+The trace routes a random model of the same shapes, so both have the same routing and bytes. The
+compute time of a layer is measured in a run that is not among the cells (the middle cache, the
+disk's own speed); every other figure of the time model is a setting. `docs/replay.md` has the
+table.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
+
+from cli_json import cli_json
 
 from routeahead.experts.layout import MIB
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.replay.eviction import Policy
-from routeahead.replay.replay import Machine, replay, simulate
+from routeahead.replay.hits import replay
+from routeahead.replay.time_model import Machine, simulate
 from routeahead.telemetry.route_trace import RouteTrace, read_trace
 
 LATENCY_MS = 0.2
 TOLERANCE = 0.20  # of a token
-# The trace's last row of each prompt position is a token; a letter is one token, after the BOS.
-FIRST_TOKEN = 1
+FIRST_TOKEN = 1  # the prompt begins with BOS; each letter behind it is one token
 
 
 def engine_run(model: Path, trace: Path, prompt: int, tokens: int, *flags: object) -> Any:
     """Counters of a run that follows the trace."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [
-            *(sys.executable, "-m", "routeahead.cli.main", "run", model),
-            *("-p", "a" * (prompt - FIRST_TOKEN), "--forced-tokens", "seed:1", "-n", tokens),
-            *("--replay-routing", trace, "--force-cache", "--report", report, *flags),
-        ]
-        subprocess.run([*map(str, command)], check=True, capture_output=True)
-        return json.loads(report.read_text())["counters"]
+    report = cli_json(
+        *("run", model, "-p", "a" * (prompt - FIRST_TOKEN), "--forced-tokens", "seed:1"),
+        *("-n", tokens, "--replay-routing", trace, "--force-cache", *flags),
+    )
+    return report["counters"]
 
 
 def trace_lengths(trace: RouteTrace) -> tuple[int, int]:
     """Tokens of the prompt, decoded tokens."""
-    steps = trace.rows[trace.rows[:, 0] == 0][:, 1]
+    steps = trace.slots[trace.slots[:, 0] == 0][:, 1]
     return int(steps.max()) + 1, len(trace.decoded_tokens())
 
 

@@ -88,7 +88,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, path: Path) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-# llama.cpp's name in a layer → ours; what a family has not is absent.
+# llama.cpp's name in a layer → ours; what a family lacks is absent.
 _DENSE = {
     "attn_norm.weight": "attention_norm.weight",
     "attn_q.weight": "attention.q.weight",

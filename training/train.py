@@ -186,7 +186,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Batch:
-    """`tokens` int64 (rows, length); `wanted` bool, the same: positions whose next token counts;
+    """One step's tokens.
+
+    `tokens` int64 (rows, length); `wanted` bool, the same: positions whose next token counts;
     `targets` int64 and `weights` float32 (wanted positions,): those tokens, and how much."""
 
     tokens: Tensor

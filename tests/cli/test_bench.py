@@ -15,13 +15,13 @@ from support.library import Library
 from typer.testing import CliRunner, Result
 
 from routeahead.bench import machine_state
-from routeahead.bench.bench import Bench, Plan, Run
 from routeahead.bench.cells import (
     CellList,
     parse_cell,
     run_order,
 )
-from routeahead.bench.cgroup import MemoryLimit
+from routeahead.bench.memory_limit import MemoryLimit
+from routeahead.bench.runs import Bench, Plan, Run
 from routeahead.bench.summary import summarise
 from routeahead.cli.bench import bench
 from routeahead.errors import SettingsError

@@ -29,28 +29,28 @@ def matrix(kind: str, values: npt.NDArray[np.float32]) -> tuple[ggml.Tensor, npt
 
 @pytest.mark.parametrize("precision", ["f32", "f16", "int8"])
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
-def test_gate_is_the_product(kind: str, precision: Precision) -> None:
+def test_router_product_is_the_product(kind: str, precision: Precision) -> None:
     rng = np.random.default_rng(1)
     values = rng.standard_normal((24, 96), dtype=np.float32)
     row = rng.standard_normal(96, dtype=np.float32)
     tensor, stored = matrix(kind, values)
-    gate = RouterProduct(tensor, precision)
+    product = RouterProduct(tensor, precision)
     exact = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[kind]).reshape(24, 96)
     expected = exact.astype(np.float64) @ row.astype(np.float64)
     coarse = precision == "int8" or kind == "Q8_0"  # the row is rounded to 8 bits as well
     tolerance = 0.25 if coarse else 0.05 if "F16" in kind + precision.upper() else 1e-5
     for _ in range(3):  # buffers are reused
-        np.testing.assert_allclose(gate.logits(row), expected, atol=tolerance)
-        np.testing.assert_allclose(gate.logits(-row), -expected, atol=tolerance)
+        np.testing.assert_allclose(product.logits(row), expected, atol=tolerance)
+        np.testing.assert_allclose(product.logits(-row), -expected, atol=tolerance)
 
 
-def test_gate_in_float32_uses_the_models_memory() -> None:
+def test_router_product_in_float32_uses_the_models_memory() -> None:
     values = np.zeros((8, 64), np.float32)
     tensor, stored = matrix("F32", values)
-    gate = RouterProduct(tensor, "f32")
+    product = RouterProduct(tensor, "f32")
     weights = np.ndarray(values.shape, np.float32, stored)
     weights[5] = 1
-    assert gate.logits(np.ones(64, np.float32)).tolist() == [0, 0, 0, 0, 0, 64, 0, 0]
+    assert product.logits(np.ones(64, np.float32)).tolist() == [0, 0, 0, 0, 0, 64, 0, 0]
 
 
 def test_int8_needs_whole_blocks() -> None:

@@ -14,7 +14,7 @@ from support.reference import Resident
 
 from routeahead import Llama, SettingsError
 from routeahead.replay.eviction import Policy
-from routeahead.replay.replay import replay
+from routeahead.replay.hits import replay
 from routeahead.telemetry.io_trace import read_io_trace, report
 from routeahead.telemetry.recorder import Outputs
 from routeahead.telemetry.route_trace import read_trace

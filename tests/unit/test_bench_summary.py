@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from routeahead.bench.bench import Run
+from routeahead.bench.runs import Run
 from routeahead.bench.statistics import Ratio
 from routeahead.bench.summary import figures, summarise
 from routeahead.experts.layout import MIB

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from routeahead.prediction.scores import (
-    CONTROL,
-    PredictorScores,
-)
+from routeahead.prediction.scores import CONTROL, PredictorScores
 
 
 def test_a_probe_that_is_off_says_so() -> None:

@@ -20,7 +20,7 @@ from support.traces import decode_trace, one_by_one, random_trace
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import MIB
 from routeahead.replay.eviction import Policy, RandomCache
-from routeahead.replay.replay import replay
+from routeahead.replay.hits import replay
 from routeahead.telemetry.route_trace import Batch, RouteTrace, TraceError, read_trace
 
 Key = tuple[int, int]

@@ -72,11 +72,11 @@ def test_ubatches_of_a_prefill_are_batches_of_their_own(tmp_path: Path) -> None:
         (csv_text([]), "no routed slot"),
         (csv_text([(1, 2, 0, 0, 5), (1, 2, 1, 0, 5)]), "expert of layer 1"),
         (csv_text().replace("_bytes=60", "_bytes=0"), "expert of layer 2"),
-        (csv_text([(1, 2, 0, 0, 5), (2, 2, 0, 1, 6)]), "row 2: phase 2"),
-        (csv_text([(1, 2, 0, 0, 5), (1, 2, 0, 1, -1)]), "row 2: expert -1"),
-        (csv_text([(1, 2, 0, 1, 5), (1, 2, 0, 0, 6)]), "row 2: slot 0 follows slot 1"),
+        (csv_text([(1, 2, 0, 0, 5), (2, 2, 0, 1, 6)]), "entry 2: there is no phase 2"),
+        (csv_text([(1, 2, 0, 0, 5), (1, 2, 0, 1, -1)]), "entry 2: there is no expert -1"),
+        (csv_text([(1, 2, 0, 1, 5), (1, 2, 0, 0, 6)]), "entry 2: slot 0 follows slot 1"),
         (csv_text() + "0,1,4,zero,0,5,0.5\n", "'zero'"),
-        (csv_text() + "0,1,4\n", "row 15"),
+        (csv_text() + "0,1,4\n", "Row #15"),
         ("GGUF\udcff", "not a routing trace"),
     ],
 )
@@ -128,4 +128,4 @@ def test_first_layers_end_in_a_layer_that_routes_the_last_prompt_token_only(tmp_
         Batch("decode", 2, 0, (20,)),
         Batch("decode", 2, 1, (21,)),
     ]
-    assert set(cut.expert_bytes) == {0, 1} and len(cut.rows) == 5
+    assert set(cut.expert_bytes) == {0, 1} and len(cut.slots) == 5

@@ -12,7 +12,8 @@ from support.traces import decode_trace, random_trace
 
 from routeahead.errors import SettingsError
 from routeahead.replay.eviction import Policy
-from routeahead.replay.replay import Machine, ReplayResult, TimeModel, replay, simulate
+from routeahead.replay.hits import ReplayResult, replay
+from routeahead.replay.time_model import Machine, TimeModel, simulate
 from routeahead.telemetry.route_trace import Batch, RouteTrace, TraceError
 
 LAYERS, TOKENS, MISSES = 5, 3, 4

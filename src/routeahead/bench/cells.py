@@ -38,7 +38,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class CellList:
-    """The cells of one question; `question` is empty for cells given on the command line."""
+    """The cells that answer a question, which is empty for cells from the command line."""
 
     question: str
     cells: Sequence[Cell]
@@ -47,7 +47,7 @@ class CellList:
 def parse_cell(text: str) -> Cell:
     """Reads `name: [VARIABLE=value ...] [program ...] [--flag ...]`, quoted as in a shell.
 
-    Without a program the cell is `routeahead run`. A program whose name ends in .py runs in this
+    Without a program the cell is `routeahead run`. A program whose name ends in .py is run by this
     Python. Paths are relative to the current folder, as in a shell.
 
     Raises:
@@ -101,7 +101,7 @@ def read_list(path: Path) -> tuple[str, list[str]]:
 
 
 def check_cells(cells: Sequence[Cell], baseline: str | None) -> str:
-    """The baseline's name: the first cell's where none is given.
+    """The baseline's name: the first cell's if none is given.
 
     Raises:
         SettingsError: no cells, a name given twice, or no cell of the baseline's name.
@@ -118,8 +118,10 @@ def check_cells(cells: Sequence[Cell], baseline: str | None) -> str:
 
 
 def expand_shares(flags: Sequence[str], layout: ModelLayout) -> list[str]:
-    """Replaces {25%} by a quarter of the model's expert weights in MiB, rounded up, so that a list
-    of cells fits every model."""
+    """Replaces {25%} by a quarter of the model's expert weights in MiB, rounded up.
+
+    With it, a list of cells fits every model.
+    """
 
     def mib(match: re.Match[str]) -> str:
         return str(-(-layout.expert_bytes * int(match[1]) // (100 * MIB)))
@@ -128,8 +130,10 @@ def expand_shares(flags: Sequence[str], layout: ModelLayout) -> list[str]:
 
 
 def run_order(cells: int, passes: int, seed: int) -> list[list[int]]:
-    """The cells' order in each pass: random, and in every second pass the reverse of the one
-    before, so that no cell gains from its place while the machine warms up or fills."""
+    """The order of the cells in each pass: random, and reversed in every second pass.
+
+    So no cell gains from its place while the machine heats up or a cache fills.
+    """
     rng, order = random.Random(seed), list[list[int]]()
     for index in range(passes):
         order.append(order[-1][::-1] if index % 2 else rng.sample(range(cells), cells))

@@ -19,12 +19,13 @@ import psutil
 from routeahead.config import Settings
 from routeahead.experts.layout import BLOCK, MIB, Shard, ceil_block
 from routeahead.experts.reader import FileReader
+from routeahead.machine.memory import available_bytes
 
 PROBE_S = 0.3
 
 
 def describe() -> dict[str, Any]:
-    """What does not change between runs. Sizes in bytes."""
+    """The facts of the machine that do not change between runs. Sizes in bytes."""
     return {
         "system": platform.platform(),
         "processor": _processor(),
@@ -47,8 +48,10 @@ def _processor() -> str:
 
 
 def entry_state(shards: Sequence[Shard]) -> dict[str, Any]:
-    """What a run finds: load, clock and temperature (None where this machine does not tell), free
-    memory in bytes and what the disk gives. Takes PROBE_S seconds.
+    """Measures the state that a run starts in. Takes PROBE_S seconds.
+
+    Load, clock and temperature (None if this machine does not report them), the memory in bytes
+    that this process may take, and the disk's bandwidth.
 
     Raises:
         ReadError: the disk failed.
@@ -58,7 +61,7 @@ def entry_state(shards: Sequence[Shard]) -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "cpu_mhz": frequency.current if frequency else None,
         "cpu_celsius": _temperature(),
-        "available_bytes": psutil.virtual_memory().available,
+        "available_bytes": available_bytes(),
         "disk": probe_disk(shards, PROBE_S),
     }
 
@@ -72,7 +75,7 @@ def _temperature() -> float | None:
 def probe_disk(shards: Sequence[Shard], seconds: float) -> dict[str, Any]:
     """Bandwidth in MiB/s of random 1 MiB reads of the model, by as many lanes as a run has.
 
-    `direct` tells whether they went past the page cache; where not, they say little about the disk.
+    `direct` says whether they went past the page cache. If not, they say little about the disk.
 
     Raises:
         ReadError: the disk failed.
@@ -93,7 +96,7 @@ def probe_disk(shards: Sequence[Shard], seconds: float) -> dict[str, Any]:
 
 
 def _read_random(reader: FileReader, shards: Sequence[Shard], deadline: float, seed: int) -> int:
-    """Bytes read until the deadline. One buffer: fresh pages would cost as much as the disk."""
+    """Bytes read until the deadline, into one buffer: fresh pages cost as much as the disk."""
     rng, total = random.Random(seed), 0
     sizes = [shard.size for shard in shards]
     with mmap.mmap(-1, MIB) as pages, memoryview(pages) as view:
@@ -117,11 +120,11 @@ def busy_cpu_s() -> float:
 def drop_page_cache(shards: Sequence[Shard]) -> dict[str, Any]:
     """Asks the kernel to forget the model's files; needs no privilege.
 
-    Pages that some process has mapped stay, so what is left is measured, not assumed.
+    Pages that a process has mapped stay, so what is left is measured.
 
     Returns:
         `dropped`: whether the kernel took the request, `why_not` otherwise, and `left_bytes`: what
-        the page cache still holds (None where this system does not tell).
+        the page cache still holds (None if this system has no mincore).
     """
     if not hasattr(os, "posix_fadvise"):
         return {"dropped": False, "why_not": "no posix_fadvise here", "left_bytes": None}
@@ -138,7 +141,7 @@ def drop_page_cache(shards: Sequence[Shard]) -> dict[str, Any]:
 
 
 def cached_bytes(shards: Sequence[Shard]) -> int | None:
-    """Bytes of the files that the page cache holds; None where this system has no mincore."""
+    """Bytes of the files that the page cache holds; None if this system has no mincore."""
     mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
     if mincore is None:
         return None

@@ -1,8 +1,8 @@
-"""What a benchmark may conclude from a few noisy runs. Pure: numbers in, numbers out.
+"""What a benchmark may conclude from a few noisy runs. Functions of numbers alone.
 
 Two cells are compared pair by pair: a pair is one run of each in the same pass, minutes apart at
-most, so that what drifts on the machine (temperature, other users) hits both alike and leaves
-their ratio.
+most, so that whatever drifts on the machine (temperature, other users) affects both alike and
+cancels in their ratio.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Literal
 
 CONFIDENCE = 0.99
 LEAST_PAIRS = 10
-# A difference below this is not worth a claim, however certain it is: recompiling the same code
-# or moving it in memory changes as much.
+# A smaller difference is not claimed, however certain it is: recompiling the same code or moving it
+# in memory changes as much.
 LEAST_EFFECT = 1.02
 
 Verdict = Literal["win", "loss", "no difference shown"]
@@ -39,7 +39,7 @@ class Ratio:
     Attributes:
         pairs: how many.
         median: of the pairs' ratios.
-        low, high: ends of the 99 % interval of the median ratio; None where there are too few
+        low, high: ends of the 99 % interval of the median ratio; None if there are too few
             pairs to give one.
     """
 
@@ -80,11 +80,11 @@ def spread(values: Sequence[float]) -> Spread:
 def paired_ratio(values: Sequence[float], baseline: Sequence[float]) -> Ratio:
     """Median of values[i] / baseline[i], and its 99 % interval.
 
-    The interval lies between two order statistics of the ratios: the sign test turned inside out.
-    It covers the median at least that often whatever the distribution, and wild pairs, which a
-    machine with other users produces, do not move it: one in twelve may disagree, two in fifteen
-    (but none in ten). A t interval on logarithms is narrower where noise is normal, and a single
-    wild pair blows it up.
+    The interval lies between two order statistics of the ratios: it is the inversion of the sign
+    test. It covers the median at least that often whatever the distribution, and outliers, which a
+    machine with other users produces, do not move it: one pair in twelve may disagree, two in
+    fifteen (but none in ten). A t interval on logarithms is narrower if noise is normal, but a
+    single outlier makes it useless.
 
     Source: W. R. Thompson, "On confidence ranges for the median and other expectation
     distributions", Annals of Mathematical Statistics 7 (1936); H. A. David and H. N. Nagaraja,
@@ -95,7 +95,7 @@ def paired_ratio(values: Sequence[float], baseline: Sequence[float]) -> Ratio:
     """
     if not values or min(*values, *baseline) <= 0:
         raise ValueError("a ratio needs positive figures")
-    # Logarithms, so that a / b and b / a are reciprocals also where two middle pairs are averaged.
+    # Logarithms, so that a / b and b / a are reciprocals also if two middle pairs are averaged.
     logs = sorted(math.log(v / b) for v, b in zip(values, baseline, strict=True))
     median = math.exp(statistics.median(logs))
     outside = ends_left_out(len(logs))
@@ -108,7 +108,7 @@ def ends_left_out(count: int) -> int | None:
     """How many of `count` sorted values lie outside the median's 99 % interval at either end.
 
     Each value falls below the true median with probability 1/2, so fewer than k + 1 of them do so
-    with the binomial tail's probability. None where even all values together cover less.
+    with the binomial tail's probability. None if even all values together cover less.
     """
     tails = accumulate(math.comb(count, below) for below in range(count))
     fitting = sum(tail / 2**count <= (1 - CONFIDENCE) / 2 for tail in tails)

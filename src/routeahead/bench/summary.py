@@ -1,4 +1,4 @@
-"""From a benchmark's runs to its figures: medians, and ratios where a ratio means something."""
+"""The figures of a benchmark: medians of its runs, and ratios to the baseline's."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from routeahead.bench.bench import Run
+from routeahead.bench.runs import Run
 from routeahead.bench.statistics import Ratio, Spread, paired_ratio, spread
 from routeahead.experts.layout import MIB
 
 SPEED = "tok_per_s"
-# A run that hardly missed tells nothing about what a miss costs: these ratios would be of noise.
+# If a run hardly missed, ratios of these would be ratios of noise.
 MISS_DEPENDENT = ("stall_ms", "mib_per_token", "hit_rate")
 COMPARED = (SPEED, "compute_ms", *MISS_DEPENDENT)
 LEAST_MISS_RATE = 0.01
@@ -28,7 +28,7 @@ class CellSummary:
         runs: those that count.
         errors: of those that do not.
         figures: median and quartiles of each figure that its reports have.
-        ratios: against the baseline, of each of COMPARED; where there is none, why.
+        ratios: to the baseline, of each of COMPARED; the reason, if there is none.
     """
 
     name: str
@@ -38,7 +38,7 @@ class CellSummary:
     ratios: dict[str, Ratio | str]
 
     def as_dict(self) -> dict[str, Any]:
-        """Ratios that are not given are {"not_shown": why}."""
+        """For JSON; a ratio that is not given is {"not_shown": reason}."""
         speed = self.ratios.get(SPEED)
         return {
             "name": self.name,
@@ -80,7 +80,7 @@ def _spreads(measured: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
 
 
 def _ratio(figure: str, pairs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> Ratio | str:
-    """The ratio over all pairs, or why there is none."""
+    """The ratio over all pairs, or the reason why there is none."""
     if not pairs:
         return "no pair"
     both = [figures for pair in pairs for figures in pair]
@@ -99,8 +99,8 @@ def _ratio(figure: str, pairs: Sequence[tuple[dict[str, float], dict[str, float]
 def figures(report: Mapping[str, Any], warmup: int) -> dict[str, float]:
     """Figures of one run over its decoded tokens but the first `warmup`; absent ones are left out.
 
-    Times in ms a token. `mib_per_s` is what was read over the time that decoding took, and not over
-    the time that reads took: what the disk has to sustain at this speed.
+    Times are in ms a token. `mib_per_s` is what was read divided by the time that decoding took,
+    not by the time that reads took: what the disk has to sustain at this speed.
     """
     token = {name: fmean(values[warmup:]) for name, values in report["decode_steps"].items()}
     found = {SPEED: 1 / token["wall_s"], "ms": 1e3 * token["wall_s"]}

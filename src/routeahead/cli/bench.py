@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from routeahead.bench.bench import Bench, Plan, Run
 from routeahead.bench.cells import CellList, parse_cell, read_cells
+from routeahead.bench.runs import Bench, Plan, Run
 from routeahead.bench.statistics import LEAST_PAIRS, Ratio, Spread
 from routeahead.bench.summary import COMPARED, SPEED, CellSummary, figures, summarise
 from routeahead.cli import options

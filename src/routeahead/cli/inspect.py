@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from routeahead.cli import options
-from routeahead.engine.memory import available_bytes
 from routeahead.errors import ModelError
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.machine.memory import available_bytes
 from routeahead.models import DEFAULT_MODEL
 
 

@@ -14,8 +14,8 @@ from rich.table import Table
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import MIB
 from routeahead.replay.eviction import Policy
-from routeahead.replay.replay import Machine, simulate
-from routeahead.replay.replay import replay as replay_trace
+from routeahead.replay.hits import replay as replay_trace
+from routeahead.replay.time_model import Machine, simulate
 from routeahead.telemetry.route_trace import read_trace
 
 

@@ -13,7 +13,6 @@ import llama_cpp
 import psutil
 
 from routeahead.config import Settings
-from routeahead.engine.memory import available_bytes
 from routeahead.engine.policies import Policies
 from routeahead.engine.streamed_model import Progress, StreamedModel, WrapReader
 from routeahead.errors import ModelError, SettingsError, StreamError
@@ -21,6 +20,7 @@ from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp import native_log
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.machine.memory import available_bytes
 from routeahead.routing.policy import Policy
 from routeahead.telemetry.counters import Counters, Totals, cpu_s
 from routeahead.telemetry.recorder import NOTHING, Outputs

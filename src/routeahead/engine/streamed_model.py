@@ -12,7 +12,6 @@ from typing import Any
 import llama_cpp
 
 from routeahead.config import Settings
-from routeahead.engine.memory import available_bytes
 from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.stream import Stream
 from routeahead.errors import ModelError, SettingsError
@@ -23,6 +22,7 @@ from routeahead.experts.source import ExpertSource, dense_runs, read_dense
 from routeahead.llamacpp.eval_callback import EvalCallback
 from routeahead.llamacpp.placement import Placement
 from routeahead.llamacpp.router_product import check_width
+from routeahead.machine.memory import available_bytes
 from routeahead.prediction.ranker import RouterRanker
 from routeahead.routing.policy import Model, Policy, Precision
 from routeahead.telemetry.recorder import NOTHING, Outputs, Recorder

@@ -1,4 +1,4 @@
-"""What a model is graded on: a text or prompts, as tokens, cut to pieces that fit the context."""
+"""What a model is graded on: a text or prompts, as tokens, in pieces that fit the context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from routeahead.errors import ModelError, SettingsError
 OPENING_TOKENS = 64
 """Tokens of the text that a long generation continues, if the context has room for as many."""
 _SPARE_TOKENS = 16
-"""Tokens that an answer may take beyond one a byte: white space before it, the word's end."""
+"""Tokens of an answer beyond one a byte: white space before it, and the end of the word."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Prompt:
 
 
 class Vocabulary:
-    """The tokeniser of a model that somebody else keeps loaded."""
+    """The tokeniser of a model that the caller keeps loaded."""
 
     def __init__(self, model: Any) -> None:
         """`model` is a `llama_model` pointer, as in `Llama.model`."""
@@ -88,16 +88,19 @@ class Vocabulary:
 
     @property
     def bos(self) -> tuple[int, ...]:
-        """The token that this model wants before a text, if it wants one."""
+        """The token that this model expects before a text; () if it expects none."""
         if not llama_cpp.llama_vocab_get_add_bos(self._vocab):
             return ()
         return (int(llama_cpp.llama_vocab_bos(self._vocab)),)
 
     def tokens(self, text: str, *, prompt: bool) -> list[int]:
-        """A prompt gets the model's special tokens, and those spelt out in it are special; in a
-        text they are characters like others."""
+        """Tokens of `text`.
+
+        A prompt gets the model's special tokens, and their names in it are read as such; in a text
+        they are plain characters.
+        """
         data = text.encode()
-        room = len(data) + 2  # most often enough: a token a byte, and one at each end
+        room = len(data) + 2  # usually enough: a token a byte, and one at each end
         while True:
             out = (llama_cpp.llama_token * room)()
             count = llama_cpp.llama_tokenize(
@@ -108,7 +111,7 @@ class Vocabulary:
             room = -count
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What `tokens` say, less a last character that is not complete yet."""
+        """The text of `tokens`, without a last character that is not complete yet."""
         ids = (llama_cpp.llama_token * len(tokens))(*tokens)
         room = 16 * len(tokens)
         while True:
@@ -147,8 +150,10 @@ def open_vocabulary(path: Path) -> Iterator[Vocabulary]:
 
 
 def read_text(path: Path) -> str:
-    """Raises:
-    SettingsError: the file cannot be read, or is no UTF-8.
+    """The content of a UTF-8 file.
+
+    Raises:
+        SettingsError: the file cannot be read, or is no UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -162,7 +167,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Reads JSON lines of `{"prompt": ..., "answer": ..., "kind": ...}`; `kind` may be absent.
 
     Raises:
-        SettingsError: the file cannot be read, a line is malformed, or there is none.
+        SettingsError: the file cannot be read, a line is malformed, or there is no line.
     """
     lines = enumerate(read_text(path).splitlines(), start=1)
     prompts = [_parse_prompt(line, f"{path}, line {number}") for number, line in lines if line]
@@ -191,9 +196,10 @@ def _parse_prompt(line: str, where: str) -> Prompt:
 def chunks(
     text: Sequence[int], bos: tuple[int, ...], *, context: int, max_tokens: int
 ) -> list[Chunk]:
-    """Cuts `text` so that each token is graded once, `max_tokens` of them, none with more than
-    `context` tokens before it. Each chunk starts afresh, behind `bos`; without a `bos` the very
-    first token of the text is not graded, as nothing predicts it.
+    """Cuts the first `max_tokens` tokens of `text` into chunks that fit in `context` tokens.
+
+    Each token is graded once. A chunk is evaluated from an empty context, behind `bos`; without a
+    `bos` the first token of the text is not graded, because nothing predicts it.
 
     Raises:
         SettingsError: there is nothing to grade.
@@ -211,8 +217,10 @@ def chunks(
 
 
 def questions(prompts: Sequence[Prompt], vocabulary: Vocabulary, context: int) -> list[Question]:
-    """Raises:
-    SettingsError: a prompt does not fit in `context` with its answer.
+    """The prompts as tokens, each with a limit for its answer.
+
+    Raises:
+        SettingsError: a prompt does not fit in `context` with its answer.
     """
     result = []
     for number, item in enumerate(prompts):
@@ -225,8 +233,10 @@ def questions(prompts: Sequence[Prompt], vocabulary: Vocabulary, context: int) -
 
 
 def openings(prompts: Sequence[Sequence[int]], limit: int, context: int) -> list[Opening]:
-    """Raises:
-    SettingsError: a prompt does not fit in `context` with the `limit` tokens to generate.
+    """The prompts to continue for `limit` tokens.
+
+    Raises:
+        SettingsError: a prompt does not fit in `context` with the tokens to generate.
     """
     result = []
     for number, tokens in enumerate(prompts):

@@ -1,12 +1,12 @@
 """Grades settings against a baseline: perplexity, divergence, answers and long generations.
 
-Text is fed one token at a time through decode: a policy that acts in decode only would otherwise
-meet none of the tokens it is graded on. The baseline runs first and leaves its logits on disk as
-float32, since both models may not fit in memory and since anything less exact would give a
-lossless setting a divergence that it does not have.
+Text is evaluated one token at a time in decode, because a policy that acts in decode only would not
+act on the tokens of a prefill. The baseline runs first and leaves its logits on disk: both models
+may not fit in memory together. They are float32, because rounded ones would show a divergence for a
+lossless setting.
 
-An evaluation that resumes starts with an empty expert cache. So bytes and hits, and the output of
-a setting that looks at what is cached, depend a little on where it was interrupted.
+An evaluation that resumes begins with an empty expert cache. Bytes and hits, and the output of a
+setting that depends on what is cached, therefore depend a little on the moment of the interruption.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from routeahead.engine.llama import Llama, physical_cores
-from routeahead.engine.memory import available_bytes
 from routeahead.errors import RouteAheadError, SettingsError
 from routeahead.evaluation import corpus, grading
 from routeahead.evaluation.corpus import Chunk, Opening, Piece, Question, Vocabulary
@@ -33,6 +32,7 @@ from routeahead.evaluation.summary import Summary, summarise
 from routeahead.evaluation.work import BASELINE, WorkFolder
 from routeahead.experts.layout import MIB
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.machine.memory import available_bytes
 
 DEFAULT_CONTEXT = 512
 DEFAULT_TOKENS = 2048
@@ -53,7 +53,7 @@ class Setting:
         """Returns self.
 
         Raises:
-            SettingsError: the name is none for a folder, or is the baseline's.
+            SettingsError: the name cannot be a folder's, or is the baseline's.
         """
         if not _NAME.fullmatch(self.name) or self.name == BASELINE:
             raise SettingsError(
@@ -74,7 +74,7 @@ class Request:
         context: of the model, and of a chunk of text; None: 512, or the model's if smaller.
         max_tokens: tokens of the text to grade at most.
         generate: tokens of each long generation, from each prompt, or from the text's beginning
-            where there are no prompts; 0: none.
+            if there are no prompts; 0: none.
         prompt_through_decode: feed prompts token by token through decode as well.
         threads: compute threads.
         baseline: keyword arguments of `routeahead.Llama` for the run to compare with.
@@ -96,11 +96,12 @@ class Evaluation:
 
     Attributes:
         pieces: what each setting is graded on, in order.
-        logit_bytes: what the baseline's logits will take on disk beside what is there.
+        logit_bytes: what the baseline's logits will take on disk in addition to those there.
     """
 
     def __init__(self, request: Request, settings: Sequence[Setting], work: Path) -> None:
-        """
+        """Plans the evaluation and opens its work folder.
+
         Raises:
             SettingsError: a file, name or size cannot be used, or `work` holds another evaluation.
             ModelError: the model file cannot be used.
@@ -125,11 +126,13 @@ class Evaluation:
         self._work.check_room(self.logit_bytes)
 
     def run(self, progress: Progress = lambda *_: None) -> list[Summary]:
-        """The baseline's figures, then those of each setting. Finished pieces are kept whatever
-        ends this, and are not done again.
+        """Evaluates what is missing; returns the baseline's figures, then those of each setting.
+
+        Finished pieces are kept whatever ends this, and are not evaluated again.
 
         Raises:
-            SettingsError, ModelError, ReadError, StreamError: of a setting; its name comes first.
+            SettingsError, ModelError, ReadError, StreamError: a setting failed; its name is first
+                in the message.
         """
         self._evaluate(Setting(BASELINE, self._request.baseline), progress)
         for setting in self._settings:
@@ -151,7 +154,7 @@ class Evaluation:
         return tokens * self._vocabulary_size * np.dtype(np.float32).itemsize
 
     def _plan(self, shards: Sequence[Path]) -> dict[str, Any]:
-        """Everything that the figures depend on except the setting, to tell evaluations apart."""
+        """All that the figures depend on except the setting, to recognise another evaluation."""
         request = self._request
         stats = [(path.name, path.stat()) for path in shards]
         return {
@@ -169,7 +172,7 @@ class Evaluation:
         }
 
     def _is_needed(self, chunk: Chunk) -> bool:
-        """Whether a setting is still to be compared with the baseline's logits of this chunk."""
+        """Whether a setting has yet to be compared with the baseline's logits of this chunk."""
         return any(not self._work.has(s.name, chunk.name) for s in self._settings)
 
     def _is_done(self, name: str, piece: Piece) -> bool:

@@ -1,4 +1,4 @@
-"""Runs a loaded model over one piece of what it is graded on."""
+"""Runs a loaded model on one piece of what it is graded on."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ Tick = Callable[[int], None]
 
 
 def logits_of_each(llm: Llama, tokens: Sequence[int]) -> Iterator[Logits]:
-    """Logits, float32 [vocabulary], after each token, fed one at a time through decode from an
-    empty context. A row is valid until the next is asked for."""
+    """Logits, float32 [vocabulary], after each token, from an empty context, one decode a token.
+
+    They are valid until the next are asked for.
+    """
     llm.reset()  # type: ignore[no-untyped-call]
     llm.phase = "decode"
     try:
@@ -40,7 +42,7 @@ def logits_of_each(llm: Llama, tokens: Sequence[int]) -> Iterator[Logits]:
 def greedy(llm: Llama, prompt: Sequence[int], *, through_decode: bool) -> Iterator[int]:
     """Greedy continuation of `prompt` from an empty context, up to the model's end of text.
 
-    The prompt is one prefill, or `through_decode` a decode for each token.
+    The prompt is one prefill; with `through_decode` each of its tokens is one decode.
     """
     llm.reset()  # type: ignore[no-untyped-call]
     ends = Vocabulary(llm.model).ends
@@ -57,45 +59,52 @@ def greedy(llm: Llama, prompt: Sequence[int], *, through_decode: bool) -> Iterat
 
 
 def last_logits(llm: Llama) -> Logits:
-    """The context's own memory, float32 [vocabulary]: overwritten by the next batch.
+    """The last logits, float32 [vocabulary].
+
+    They lie in the context's memory: the next batch overwrites them.
 
     Raises:
-        StreamError: they are not finite, so no figure would mean anything.
+        StreamError: they are not finite.
     """
     pointer = llama_cpp.llama_get_logits_ith(llm.ctx, -1)
-    row: Logits = np.ctypeslib.as_array(pointer, shape=(llm.n_vocab(),))
-    if not np.isfinite(row).all():
+    logits: Logits = np.ctypeslib.as_array(pointer, shape=(llm.n_vocab(),))
+    if not np.isfinite(logits).all():
         raise StreamError(f"the logits after token {llm.n_tokens} are not finite")
-    return row
+    return logits
 
 
 def record_chunk(
     llm: Llama, chunk: Chunk, keep: Callable[[Logits], None], tick: Tick
 ) -> dict[str, Any]:
-    """The baseline's turn: hands each row of logits to `keep`; returns `nll` in nats [tokens]."""
+    """Runs the baseline, and hands each token's logits to `keep`.
+
+    Returns `nll` in nats [tokens].
+    """
     nll = []
-    rows = zip(logits_of_each(llm, chunk.inputs), chunk.targets, strict=True)
-    for count, (row, target) in enumerate(rows, start=1):
-        keep(row)
-        nll.append(float(-log_softmax(row)[target]))
+    graded = zip(logits_of_each(llm, chunk.inputs), chunk.targets, strict=True)
+    for count, (logits, target) in enumerate(graded, start=1):
+        keep(logits)
+        nll.append(float(-log_softmax(logits)[target]))
         tick(count)
     return {"nll": nll}
 
 
 def grade_chunk(llm: Llama, chunk: Chunk, baseline: Logits, tick: Tick) -> dict[str, Any]:
-    """A setting's turn: `nll`, `kl` and `agrees` [tokens] (`quality.TokenScore`), beside the
-    baseline's logits [tokens, vocabulary]."""
+    """Runs a setting: `nll`, `kl` and `agrees` [tokens], as in `quality.TokenScore`.
+
+    `baseline` has the baseline's logits [tokens, vocabulary].
+    """
     scores = []
-    rows = zip(baseline, logits_of_each(llm, chunk.inputs), chunk.targets, strict=True)
-    for count, (reference, row, target) in enumerate(rows, start=1):
-        scores.append(score_token(reference, row, target))
+    graded = zip(baseline, logits_of_each(llm, chunk.inputs), chunk.targets, strict=True)
+    for count, (reference, logits, target) in enumerate(graded, start=1):
+        scores.append(score_token(reference, logits, target))
         tick(count)
     nll, kl, agrees = zip(*scores, strict=True)
     return {"nll": nll, "kl": kl, "agrees": agrees}
 
 
 def answer(llm: Llama, question: Question, through_decode: bool, tick: Tick) -> dict[str, Any]:
-    """Generates until it is decided whether the answer was given."""
+    """Generates until it is certain whether the answer was given."""
     vocabulary, tokens, text = Vocabulary(llm.model), [], ""
     generated = greedy(llm, question.prompt, through_decode=through_decode)
     for token in islice(generated, question.limit):
@@ -109,7 +118,7 @@ def answer(llm: Llama, question: Question, through_decode: bool, tick: Tick) -> 
 
 
 def generate(llm: Llama, opening: Opening, through_decode: bool, tick: Tick) -> dict[str, Any]:
-    """Generates `opening.limit` tokens, or fewer where the model ends."""
+    """Generates `opening.limit` tokens, or fewer if the model ends its text."""
     tokens = []
     generated = greedy(llm, opening.prompt, through_decode=through_decode)
     for token in islice(generated, opening.limit):

@@ -1,4 +1,4 @@
-"""The picture of an evaluation: what a token reads from disk against the perplexity it gives."""
+"""The plot of an evaluation: perplexity against the bytes that a token reads from disk."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _GREY = "0.45"
 
 
 def check_plot(path: Path) -> None:
-    """Raises:
-    SettingsError: no plot can be drawn, or none into a file of this name.
+    """Checks that `plot` can draw into a file of this name.
+
+    Raises:
+        SettingsError: matplotlib is missing, or the name has no suffix of a plot.
     """
     if path.suffix.lower() not in SUFFIXES:
         raise SettingsError(f"{path}: give a plot a name that ends in {' or '.join(SUFFIXES)}")
@@ -69,7 +71,7 @@ def _draw_baseline(axes: Axes, perplexity: float, name: str) -> None:
 
 
 def _draw_settings(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """Labels stand above and below in turn: neighbours often have the same perplexity."""
+    """Labels are above and below in turn, because neighbours often have the same perplexity."""
     xs, ys = [x for x, _, _ in points], [y for _, y, _ in points]
     axes.scatter(xs, ys, zorder=3, clip_on=False)  # a point at 0 is on the axis
     for index, (x, y, name) in enumerate(points):

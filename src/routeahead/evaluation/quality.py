@@ -1,4 +1,4 @@
-"""What a setting's output is worth beside the baseline's: pure functions on arrays and text."""
+"""The quality of a setting's output, compared with the baseline's: functions of arrays and text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy.typing as npt
 Logits = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
-# What may not follow an answer that ends in a word character: more of the word, a hyphen or an
-# apostrophe with more behind it ("quarante" is not "quarante-deux"), or the rest of a number
+# What must not follow an answer that ends in a word character: more of the word, a hyphen or an
+# apostrophe with a word behind it ("quarante" is not "quarante-deux"), or the rest of a number
 # ("19" is neither 19.5 nor 19,000).
 _WORD_GOES_ON = re.compile(r"\w|[-'\u2019]\w|(?<=\d)[.,]\d")
 _LOOK_AHEAD = 2
@@ -27,7 +27,7 @@ class TokenScore(NamedTuple):
     Attributes:
         nll: negative log-likelihood of the text's own next token, in nats.
         kl: divergence of the next-token distribution from the baseline's, in nats.
-        agrees: whether both hold the same token for the most likely one.
+        agrees: whether both give the same token the highest probability.
     """
 
     nll: float
@@ -39,9 +39,10 @@ class Divergence(NamedTuple):
     """How a greedy generation compares with the baseline's.
 
     Attributes:
-        first: index of the first token that differs (or that only one of the two has); None where
+        first: index of the first token that differs (or that only one of the two has); None if
             the two are equal.
-        equal_share: part of the positions of the longer one that hold the same token, 0 to 1.
+        equal_share: share of the positions of the longer one at which both have the same token,
+            0 to 1.
     """
 
     first: int | None
@@ -51,7 +52,7 @@ class Divergence(NamedTuple):
 def log_softmax(logits: Logits) -> Float64:
     """Natural logarithms of the probabilities, of the shape of `logits` [..., vocabulary].
 
-    Computed in float64, so that what is left of a difference is the logits' own.
+    Computed in float64, so that rounding adds nothing to a difference between logits.
     """
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)
@@ -63,8 +64,8 @@ def kl_divergence(baseline: Float64, other: Float64) -> Float64:
     """Kullback-Leibler divergence of `other` from `baseline`, in nats (Kullback, Leibler 1951).
 
     Takes log-probabilities [..., vocabulary] and returns [...]: the sum over the vocabulary of
-    p (log p - log q) with p the baseline's. Equal logits give exactly 0. Never negative: where the
-    true value is next to nothing, rounding alone could take the sum below 0.
+    p (log p - log q) with p the baseline's. Equal logits give exactly 0. A sum that rounding takes
+    below 0 is returned as 0.
     """
     divergence: Float64 = (np.exp(baseline) * (baseline - other)).sum(axis=-1)
     return np.maximum(divergence, 0.0)
@@ -88,7 +89,7 @@ def perplexity(nll: npt.ArrayLike) -> float:
 def answer_matches(text: str, answer: str) -> bool:
     """Whether `text`, stripped of white space, starts with exactly `answer`.
 
-    Case counts. Where the answer ends in a word character, the word must end there too: see
+    Case matters. If the answer ends in a word character, the word must end there too: see
     `_WORD_GOES_ON`. `answer` is stripped as well.
     """
     text, answer = text.strip(), answer.strip()
@@ -99,7 +100,7 @@ def answer_matches(text: str, answer: str) -> bool:
 
 
 def answer_is_decided(text: str, answer: str) -> bool:
-    """Whether nothing generated after `text` can change what `answer_matches` says of it."""
+    """Whether no continuation of `text` can change the result of `answer_matches`."""
     start, answer = text.lstrip(), answer.strip()
     if not start.startswith(answer[: len(start)]):
         return True

@@ -14,20 +14,20 @@ from routeahead.telemetry.counters import Totals
 
 @dataclass(frozen=True)
 class Summary:
-    """What one setting's output is worth, and what it took.
+    """The quality of one setting's output, and its cost.
 
     Attributes:
         name: the setting's.
         settings: keyword arguments of `routeahead.Llama`.
-        text: None without a text. `tokens` (graded), `perplexity`, and except in the baseline
-            `kl_mean`, `kl_median`, `kl_p99` (nats) and `agreement` (part of the tokens for which
-            both hold the same one for the most likely).
+        text: None if no text is graded. `tokens` (graded), `perplexity`, and except in the baseline
+            `kl_mean`, `kl_median`, `kl_p99` (nats) and `agreement` (share of the tokens for which
+            both give the same one the highest probability).
         answers: by kind, [right, asked]; empty without prompts.
-        generations: None where nothing is generated, and in the baseline. `count`, `equal` (how
-            many are the baseline's), `equal_share` (mean part of equal positions), and
-            `first_divergence` (index of the first other token, or None, for each).
+        generations: None if nothing is generated, and in the baseline. `count`, `equal` (how many
+            equal the baseline's), `equal_share` (mean share of equal positions), and
+            `first_divergence` (for each, the index of the first token that differs, or None).
         cost: of decode alone: `tokens`, `s_per_token` (inside llama_decode), `bytes_per_token`
-            (read from disk) and `hit_rate` (None where no expert was looked up).
+            (read from disk) and `hit_rate` (None if no expert was looked up).
     """
 
     name: str
@@ -56,7 +56,7 @@ Results = Mapping[str, dict[str, Any]]
 def summarise(
     name: str, settings: dict[str, Any], results: Results, baseline: Results | None
 ) -> Summary:
-    """`baseline` has the pieces to compare with; None where `results` are the baseline's own."""
+    """Figures of `results`; `baseline` is None if they are the baseline's own."""
     return Summary(
         name,
         settings,

@@ -5,7 +5,7 @@
     baseline/NAME.f32          its logits, float32 [tokens, vocabulary], until no setting needs them
     settings/SETTING/flags.json, NAME.json
 
-Files are written beside their place and renamed, so a file that is there is whole.
+Files are written under a temporary name and renamed, so a file that exists is complete.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ BASELINE = "baseline"
 
 
 class WorkFolder:
-    """Finished pieces by the name of their setting (`BASELINE` for the baseline's)."""
+    """The folder's pieces, by the name of their setting (`BASELINE` for the baseline's)."""
 
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
-        """Opens `folder`, or begins it; `plan` must be what it was begun with.
+        """Opens `folder`, or creates it; `plan` must be the one that it was created with.
 
         Raises:
-            SettingsError: the folder cannot be used, or was begun with another plan.
+            SettingsError: the folder cannot be used, or was created with another plan.
         """
         self._folder = folder
         self._make(folder)
@@ -46,7 +46,7 @@ class WorkFolder:
             )
 
     def open_setting(self, name: str, kwargs: dict[str, Any]) -> None:
-        """Makes room for a setting; it must have the flags that it was begun with.
+        """Opens a setting's folder, or creates it; its flags must be those it was created with.
 
         Raises:
             SettingsError: the folder holds pieces of this name with other flags.
@@ -69,8 +69,10 @@ class WorkFolder:
         write_json(self._of(setting) / f"{piece}.json", result)
 
     def read(self, setting: str, piece: str) -> dict[str, Any]:
-        """Raises:
-        SettingsError: the piece is missing or was damaged.
+        """The result of a finished piece.
+
+        Raises:
+            SettingsError: the piece is missing or damaged.
         """
         result = _read_json(self._of(setting) / f"{piece}.json")
         if not isinstance(result, dict):
@@ -82,33 +84,36 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def new_logits(self, piece: str) -> Iterator[Callable[[Logits], None]]:
-        """A function that takes the rows one after the other, float32 [vocabulary]. They are kept
-        if the block ends without an error.
+        """Gives a function that takes the logits of each token in turn, float32 [vocabulary].
+
+        They are kept if the block ends without an error.
 
         Raises:
             SettingsError: they cannot be written.
         """
         path = self._logits(piece)
         temporary = path.with_name(path.name + ".tmp")
-        # Written, not mapped: a disk that fills up is then an error and not a SIGBUS.
+        # Written, not mapped: a full disk is then an error and not a SIGBUS.
         try:
             with temporary.open("wb") as file:
-                yield lambda row: row.tofile(file)
+                yield lambda logits: logits.tofile(file)
             temporary.replace(path)
         except OSError as error:
             reason = error.strerror or error
             raise SettingsError(f"{path}: cannot write the logits: {reason}") from None
 
     def logits(self, piece: str, vocabulary: int) -> Logits:
-        """The baseline's logits of a piece, float32 [tokens, vocabulary], read as they are used."""
+        """The baseline's logits of a piece, float32 [tokens, vocabulary], read when used."""
         return np.memmap(self._logits(piece), np.float32, mode="r").reshape(-1, vocabulary)
 
     def drop_logits(self, piece: str) -> None:
         self._logits(piece).unlink(missing_ok=True)
 
     def check_room(self, needed: int) -> None:
-        """Raises:
-        SettingsError: the disk has less than `needed` bytes left.
+        """Checks that the logits fit on the disk.
+
+        Raises:
+            SettingsError: it has less than `needed` bytes left.
         """
         free = shutil.disk_usage(self._folder).free
         if needed > free:
@@ -134,7 +139,7 @@ class WorkFolder:
 
     @staticmethod
     def _differences(path: Path, content: dict[str, Any]) -> list[str]:
-        """Keys in which the JSON file at `path` differs; it is written where it is absent."""
+        """Keys in which the JSON file at `path` differs from `content`; written if absent."""
         now = json.loads(json.dumps(content, default=str))
         if not path.exists():
             write_json(path, now)

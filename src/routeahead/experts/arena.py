@@ -86,19 +86,22 @@ class Arena:
     """Address ranges for all shards, and the free pages that wait for their next slice.
 
     Free pages are still where their last slice was. `_lock` guards the list of them and every
-    move, so that a slice that comes back either finds its own pages in place or finds them gone:
-    never does one read move pages that another has just filled. The evaluation thread takes it
-    once a layer, to give; a lane once a read, to take and move.
+    move: a slice that is read again finds its own pages either in place or gone, and no read moves
+    pages that another one has just filled. The evaluation thread takes the lock once a layer, to
+    give pages; a lane takes it once a read, to take and move them.
 
     Attributes:
-        recycling: whether pages are moved; False where the kernel cannot.
+        recycling: whether pages are moved; False if the kernel cannot.
         unmovable: moves that the kernel refused (pages were committed anew instead).
         free_bytes: bytes of free pages now.
     """
 
     def __init__(self, shards: Sequence[Shard], *, poison: bool = False) -> None:
-        """With `poison`, an expert's pages cannot be accessed before `provide` or after `give`,
-        so that a missing wait is a crash and not a wrong token (for tests)."""
+        """Reserves the addresses.
+
+        With `poison` (for tests), an expert's pages cannot be accessed before `provide` or after
+        `give`, so that a missing wait is a crash and not a wrong token.
+        """
         self._shards = [Reservation(s.size) for s in shards]
         self._poison = poison
         self._lock = threading.Lock()
@@ -113,7 +116,7 @@ class Arena:
                 _protect(shard.range, _NO_ACCESS)
 
     def address(self, shard: int, offset: int) -> int:
-        """Where byte `offset` of file `shard` belongs."""
+        """Address of byte `offset` of file `shard`."""
         return self._shards[shard].address + offset
 
     def blocks(self, shard: int, start: int, end: int) -> tuple[int, memoryview]:
@@ -155,8 +158,11 @@ class Arena:
             _protect(Pages(address, len(blocks)), _READ_WRITE)
 
     def _take(self, target: Pages) -> None:
-        """Moves free pages to `target`: its own where they are still there, else as many as it
-        needs, else of another length, else new ones."""
+        """Puts pages under `target`.
+
+        Its own if they are still there, else free ones of the same length, else of another length,
+        else new ones.
+        """
         same = self._free.get(target.nbytes)
         if same and target.address in same:
             del same[target.address]
@@ -182,7 +188,7 @@ class Arena:
         _release(Pages(donor.address + length, donor.nbytes - length))
 
     def _new_pages(self, nbytes: int) -> Pages:
-        """Committed pages, cut from huge ones where the kernel has them."""
+        """Committed pages, cut from huge ones if the kernel has any."""
         if self._bump + nbytes > self._bump_end:
             chunk = Reservation(max(_CHUNK, nbytes), huge=True)
             self._chunks.append(chunk)
@@ -198,7 +204,7 @@ class Arena:
         return pages
 
     def trim(self, limit: int) -> None:
-        """Returns free pages to the kernel until at most `limit` bytes wait."""
+        """Returns free pages to the kernel until at most `limit` bytes of them are left."""
         if self.free_bytes <= limit:
             return
         with self._lock:
@@ -228,7 +234,7 @@ class Arena:
     # --- the dense weights' ---
 
     def expose(self, shard: int, start: int, end: int) -> memoryview:
-        """The whole blocks around a range of dense weights, accessible for good."""
+        """Makes the whole blocks around a range of dense weights accessible, and returns them."""
         _, view = self.blocks(shard, start, end)
         if self._poison:
             pages = Pages(self.address(shard, floor_block(start)), len(view))

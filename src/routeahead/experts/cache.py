@@ -1,7 +1,7 @@
 """Which experts are resident: a least-recently-used cache over (layer, expert), in bytes.
 
-Pure bookkeeping. It moves no byte and knows no address, so it can be replayed over a recorded
-trace and compared with a reference.
+Bookkeeping alone: it moves no byte and knows no address, so it can be driven by a recorded trace
+and compared with a reference.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Outcome:
-    """What one lookup decided: experts to read and (layer, expert) keys whose bytes may go."""
+    """What one lookup decided: experts to read, and (layer, expert) keys whose pages are free."""
 
     misses: list[int] = field(default_factory=list)
     victims: list[tuple[int, int]] = field(default_factory=list)
 
 
 class ExpertCache:
-    """LRU within `budget` bytes.
+    """A least-recently-used cache of `budget` bytes.
 
     One *batch* is what a layer needs at one moment: a token's top-k, or the union over a prompt's
-    rows. Its experts stay until the next batch even where they exceed the budget, because the
-    layer is about to compute with them; `lookup` of the next batch first trims what was over.
+    rows. Its experts stay until the next batch even if they exceed the budget, because the layer
+    is about to compute with them; `lookup` of the next batch first evicts the excess.
 
-    Experts *admitted early*, for a layer that comes later, stand beside the budget until that layer
-    looks them up: nothing is evicted for them before, as nothing would be if they were read on
-    demand. Else each token's first layers, which nobody predicts, would lose their experts to later
-    ones. They, and what was resident already, are protected until the batch after their layer's.
-    They count as misses when they are admitted, and not again as hits when they are used.
+    Experts *admitted early*, for a layer that comes later, do not count against the budget until
+    that layer looks them up, so that nothing is evicted for them before it would be if they were
+    read on demand. Otherwise a token's first layers, which nothing predicts, would lose their
+    experts to later ones. They, and what was resident already, are protected until the batch after
+    their layer's. They count as misses when they are admitted, and not as hits when they are used.
 
     Owned by the evaluation thread; no other thread may touch it.
 
     Attributes:
-        budget: bytes, excluding that excess.
+        budget: bytes, without that excess and without what was admitted early.
         used: bytes of all entries now.
         hits, misses, evictions, rereads: totals; a re-read is a miss of what was read before.
     """
@@ -52,13 +52,13 @@ class ExpertCache:
         self._beside = 0  # bytes of early entries whose layer has not looked them up
 
     def would_hit(self, layer: int, expert: int) -> bool:
-        """Whether the expert is here and was not read early for the very batch that asks."""
+        """Whether the expert is cached and was not read early for the batch that asks."""
         early = self._early.get(layer)
         return (layer, expert) in self._entries and not (early and early.get(expert))
 
     @property
     def protected(self) -> int:
-        """Experts that were admitted early, or found resident then, and are protected still."""
+        """Number of experts that are protected, because they were admitted early or found then."""
         return sum(len(experts) for experts in self._early.values())
 
     def __contains__(self, key: tuple[int, int]) -> bool:
@@ -70,9 +70,9 @@ class ExpertCache:
     def lookup(self, layer: int, experts: Iterable[int]) -> Outcome:
         """Marks a batch of distinct `experts` of `layer` as used and admits those that are absent.
 
-        Returns the misses, in the order given, and the victims that make room for them. Victims
-        are never part of the batch, and nothing still computes with them: the graph runs a layer
-        only after everything before it.
+        Returns the misses, in the order given, and the victims evicted for them. Victims are never
+        part of the batch, and nothing still computes with them, because the graph runs a layer only
+        after everything before it.
         """
         outcome = Outcome()
         self._early.pop(self._batch[0], None)
@@ -109,7 +109,7 @@ class ExpertCache:
         return misses
 
     def protect(self, layer: int, experts: Iterable[int]) -> None:
-        """Keeps what is here of the `experts` of a later `layer` until the batch after its own."""
+        """Keeps the cached ones of a later layer's `experts` until the batch after its own."""
         here = {expert: False for expert in experts if (layer, expert) in self._entries}
         if here:
             self._early[layer] = here
@@ -125,7 +125,7 @@ class ExpertCache:
             self._read_before.add(key)
 
     def _evict(self, victims: list[tuple[int, int]], *, keep: int) -> None:
-        """Drops the oldest entries until the budget holds; the `keep` youngest are the batch's."""
+        """Evicts the oldest entries until the budget holds; the `keep` youngest are the batch's."""
         while self.used - self._beside > self.budget and len(self._entries) > keep:
             if self._early:
                 key = self._oldest_free()

@@ -1,9 +1,9 @@
 """Guesses: experts that a later layer may use, read beside the cache.
 
-A guess evicts nothing. It stands beside the cache until its layer has been there: what that layer
-uses is the cache's from then on, as if it had been read on demand, and the rest is thrown away. So
-a wrong guess costs bandwidth, and memory for as long, and the cache holds what it would hold
-without any.
+A guess evicts nothing. It is kept beside the cache until its layer has asked for its experts: what
+that layer uses becomes the cache's, as if it had been read on demand, and the rest is discarded. So
+a wrong guess costs bandwidth, and memory until then, and the cache holds what it would hold without
+guesses.
 
 Owned by the evaluation thread; lanes see only the `Read`s.
 """
@@ -24,7 +24,7 @@ class Guess:
     Attributes:
         reads: one a projection, each with a ticket of its own.
         revoked: those of them that were taken back from the lanes' queue, unread.
-        wanted: its layer has not been there yet.
+        wanted: its layer has not asked for its experts yet.
     """
 
     reads: Sequence[Read]
@@ -33,21 +33,21 @@ class Guess:
 
     @property
     def begun(self) -> bool:
-        """A lane has, or had, some of it."""
+        """Whether a lane has begun one of its reads."""
         return len(self.revoked) < len(self.reads)
 
     @property
     def landed(self) -> bool:
-        """All of its bytes are here."""
+        """Whether all of its bytes have arrived."""
         return all(read.ticket.done and not read.ticket.error for read in self.reads)
 
     @property
     def at_rest(self) -> bool:
-        """No lane has it, nor will have."""
+        """Whether no lane is reading it or will."""
         return all(read.ticket.done or read in self.revoked for read in self.reads)
 
     def take_revoked(self) -> list[Read]:
-        """What is still to be read."""
+        """Removes and returns the revoked reads: what is still to be read."""
         revoked, self.revoked = self.revoked, []
         return revoked
 
@@ -71,12 +71,12 @@ class Guesses:
         return self._guesses.pop((layer, expert), None)
 
     def revoke(self, reads: Iterable[Read]) -> None:
-        """Files reads that were taken back from the lanes."""
+        """Notes reads that were taken back from the lanes."""
         for read in reads:
             self._guesses[read.slice.tensor.layer, read.slice.expert].revoked.append(read)
 
     def pass_by(self, layer: int) -> int:
-        """The layer has been there: what is left of its guesses is of no use.
+        """Marks what is left of a layer's guesses as useless, once it has its experts.
 
         Returns how many of them a lane had begun.
         """
@@ -88,7 +88,7 @@ class Guesses:
         return begun
 
     def sweep(self) -> list[Pages]:
-        """Forgets what nobody wants and no lane has; returns the pages that were put under it."""
+        """Forgets guesses that are useless and at rest, and returns the pages under them."""
         gone = [key for key, guess in self._guesses.items() if not guess.wanted and guess.at_rest]
         guesses = [self._guesses.pop(key) for key in gone]
         return [r.slice.inner for g in guesses for r in g.reads if r not in g.revoked]

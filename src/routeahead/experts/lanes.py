@@ -1,4 +1,4 @@
-"""Lanes: threads that sit in a read. They move bytes and know nothing else.
+"""Lanes: threads that read slices from the files into the arena.
 
 Hand-overs between threads:
 
@@ -7,14 +7,16 @@ Hand-overs between threads:
 * A ticket's count is changed only under `Lanes._ledger`. The lane that takes it to zero releases
   the ticket's lock; the evaluation thread, blocked in `Ticket.wait`, then may use the bytes of all
   of the ticket's reads. Acquiring the lock orders the lanes' writes before that use.
-* Queues are `deque`s: `append` and `popleft` are atomic. A wake-up token a lane follows every
-  submission, and a lane that wakes empties the queues, so that a token never gets lost.
+* Queues are `deque`s: `append` and `popleft` are atomic. Every submission is followed by wake-up
+  tokens, at most one a lane, and a lane that wakes empties the queues, so that no read is left in
+  one.
 * Three queues: *demand* (a layer waits) is served before *committed* (a later layer will certainly
   use it), and that before *speculative* (a guess). The evaluation thread alone adds to them, and
   takes a layer's committed reads (`adopt`) or all speculative ones (`revoke`) back out, while lanes
   take from the front too: whoever pops a read owns it.
-* `drain` needs every lane at rest. It sends each a barrier as a wake-up token: a lane that waits at
-  the barrier can take no second one, so all of them are through with their reads when it opens.
+* `drain` returns when every lane is at rest. It sends each lane a barrier as a wake-up token. A
+  lane that waits at the barrier cannot take a second token, so all lanes have ended their reads
+  when the barrier opens.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ class Ticket:
             raise self.error
 
     def settle(self, error: BaseException | None) -> None:
-        """Called by a lane, under the ledger."""
+        """Counts one read as ended; the caller holds `Lanes._ledger`."""
         self.error = self.error or error
         self.remaining -= 1
         if self.remaining == 0:
@@ -75,7 +77,7 @@ class Ticket:
 
 
 class Slice(NamedTuple):
-    """One expert's part of one projection: where it lies in the file, and where in the arena.
+    """One expert's part of one projection: its place in the file, and its place in the arena.
 
     Attributes:
         tensor, expert: whose slice it is.
@@ -98,8 +100,8 @@ class Read:
 
     Attributes:
         ticket: who waits for it.
-        kind: why it was begun: a layer waits ("demand"), will certainly use it ("committed"), or
-            may use it ("speculative").
+        kind: "demand" if a layer waits for it, "committed" if a later layer will certainly use it,
+            "speculative" if one may.
     """
 
     __slots__ = ("kind", "slice", "ticket")
@@ -113,7 +115,7 @@ class Read:
 
 
 class ReadRecord(NamedTuple):
-    """What a lane notes of a read, for a trace. Times from `time.perf_counter`."""
+    """A read as a trace records it. Times are from `time.perf_counter`."""
 
     begin: float
     end: float
@@ -141,7 +143,7 @@ class Lanes:
         self._bytes = [0] * count
         self._early_bytes = [0] * count
         self._reads = [0] * count
-        self.records: list[ReadRecord] | None = None  # where to note reads, for a trace
+        self.records: list[ReadRecord] | None = None  # of reads that have ended, for a trace
         self._threads = [
             threading.Thread(target=self._serve, args=(lane,), name=f"lane-{lane}", daemon=True)
             for lane in range(count)
@@ -161,7 +163,7 @@ class Lanes:
 
     @property
     def early_bytes(self) -> int:
-        """Those of committed and speculative reads."""
+        """The part of `bytes_read` that was committed or speculative."""
         return sum(self._early_bytes)
 
     @property
@@ -177,8 +179,8 @@ class Lanes:
     def adopt(self, layer: int) -> list[Read]:
         """Takes back those of the committed reads of `layer` that no lane has begun.
 
-        They are the oldest in the queue: reads are committed in the order of the layers, and each
-        layer adopts its own before the next one does.
+        They are the oldest in the queue, because reads are committed in the order of the layers and
+        each layer adopts its own before the next one does.
         """
         adopted: list[Read] = []
         queue = self._queues["committed"]
@@ -197,7 +199,7 @@ class Lanes:
         return revoked
 
     def cancel(self) -> None:
-        """Settles everything that no lane has begun with an error; what is in flight goes on."""
+        """Settles reads that no lane has begun with an error; those in flight continue."""
         for queue in self._queues.values():
             while read := _pop(queue):
                 self._settle(read, ReadError(f"{read}: cancelled"))
@@ -210,7 +212,7 @@ class Lanes:
             self._wake.put(barrier)
         try:
             barrier.wait()
-        except BaseException:  # a signal: the lanes must not wait for who does not come
+        except BaseException:  # a signal: this thread does not come, so the lanes must not wait
             barrier.abort()
             raise
 
@@ -247,7 +249,7 @@ class Lanes:
             self._reads[lane] += 1
         except ReadError as caught:
             error = ReadError(f"{read}: {caught}")
-        except BaseException as caught:  # a lane must settle whatever happens, or a token hangs
+        except BaseException as caught:  # settled in any case, or the waiting thread would hang
             error = caught
         end = time.perf_counter()
         self._busy[lane] += end - start
@@ -266,7 +268,7 @@ class Lanes:
 
 
 def _pop(queue: deque[Read]) -> Read | None:
-    """The oldest read; None where there is none, or another thread was faster."""
+    """The oldest read; None if there is none or another thread took it."""
     try:
         return queue.popleft() if queue else None
     except IndexError:

@@ -1,6 +1,6 @@
-"""Where every expert lies in the file: tensor directory of a GGUF → slices on disk.
+"""The place of every expert in the model's files, from the tensor directory of a GGUF.
 
-Nothing here knows a model by name. A tensor is an expert tensor when llama.cpp's naming says so
+No architecture is known by name. A tensor is an expert tensor when llama.cpp's naming says so
 (`blk.L.ffn_<projection>_exps.weight`) and its outermost dimension counts the experts.
 """
 
@@ -20,14 +20,16 @@ EXPERT_NAME = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight$
 MIB = 1 << 20
 
 BLOCK = 4096
-"""Bytes. Reads start and end on this boundary: the page size, and a multiple of every disk's."""
+"""Bytes. Reads start and end at multiples of it: the page size, a multiple of every disk block."""
 
 
 def floor_block(offset: int) -> int:
+    """Start of the block that byte `offset` lies in."""
     return offset // BLOCK * BLOCK
 
 
 def ceil_block(offset: int) -> int:
+    """`offset`, or the start of the next block if it is inside one."""
     return -(-offset // BLOCK) * BLOCK
 
 
@@ -87,13 +89,13 @@ class ModelLayout:
 
     @cached_property
     def experts(self) -> list[ExpertTensor]:
-        """Expert tensors in file order of the layers."""
+        """Expert tensors by layer, those of a layer in the order of the file."""
         found = (_expert_tensor(tensor) for tensor in self.tensors)
         return sorted((e for e in found if e), key=lambda e: (e.layer, e.shard, e.offset))
 
     @cached_property
     def dense(self) -> list[TensorInfo]:
-        """Everything that is not an expert tensor: loaded once, kept in memory."""
+        """Tensors that hold no experts: loaded once and kept in memory."""
         names = {expert.name for expert in self.experts}
         return [tensor for tensor in self.tensors if tensor.name not in names]
 
@@ -102,7 +104,7 @@ class ModelLayout:
         return str(self.metadata.get("general.architecture", "unknown"))
 
     def value(self, key: str) -> Any:
-        """Metadata `<arch>.<key>`, or None. Per-layer lists come back as their first element."""
+        """Metadata `<arch>.<key>`; None if it is absent or a list."""
         return self.metadata.get(f"{self.arch}.{key}")
 
     @property
@@ -139,7 +141,7 @@ class ModelLayout:
         return sizes
 
     def token_bytes(self, top_k: int | None = None) -> int:
-        """Expert bytes that one token routes to: the smallest cache that makes sense."""
+        """Bytes of the experts that one token routes to: the smallest useful cache."""
         return (top_k or self.n_expert_used) * sum(self.bytes_by_layer().values())
 
     def largest_expert(self) -> int:
@@ -176,7 +178,7 @@ _SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.g
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """All files of the set that `path` belongs to, first to last; [path] where it is not split.
+    """All files of the set that `path` belongs to, first to last; [path] if it is not split.
 
     Raises:
         ModelError: a file of the set is missing.
@@ -199,7 +201,7 @@ def shard_paths(path: Path) -> list[Path]:
 
 
 def check_extent(shards: Sequence[Shard], tensors: Iterable[TensorInfo]) -> None:
-    """Every tensor must lie inside its file.
+    """Checks that every tensor lies inside its file.
 
     Raises:
         ModelError: a file is shorter than its own directory says.

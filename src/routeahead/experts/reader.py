@@ -1,7 +1,7 @@
-"""Moves bytes from the model's files into memory. Knows files and offsets, not experts.
+"""Reads bytes of the model's files into memory. Knows files and offsets, not experts.
 
-`Reader` is the seam where tests and experiments put something slower, reordering or failing
-between a lane and the disk.
+Tests and experiments put another `Reader`, which delays, reorders or fails, between the lanes and
+the disk.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Reader(Protocol):
 
 
 class FileReader:
-    """Reads with `preadv`, through O_DIRECT where the file system gives the same bytes that way.
+    """Reads with `preadv`, through O_DIRECT if the file system then gives the same bytes.
 
     Attributes:
         direct: whether O_DIRECT is in use.
-        fallback: why it is not although it was asked for; empty otherwise.
+        fallback: why it is not, if it was asked for; empty otherwise.
     """
 
     def __init__(self, shards: Sequence[Shard], *, direct: bool = True) -> None:
@@ -51,7 +51,7 @@ class FileReader:
             self._try_direct()
 
     def _try_direct(self) -> None:
-        """Swaps in O_DIRECT descriptors if every shard passes the check, else says why not."""
+        """Uses O_DIRECT descriptors if every shard passes the check; else sets `fallback`."""
         opened: list[int] = []
         try:
             for shard, buffered in zip(self._shards, self._descriptors, strict=True):
@@ -92,14 +92,14 @@ class FileReader:
 class Throttled:
     """A slower disk: all lanes together get `bytes_per_s`, and each read starts `latency_s` late.
 
-    Stands for a phone's flash or a laptop's disk. The real read comes first; what is left of the
-    time that the slower disk would have taken is slept.
+    It imitates a phone's flash memory or a laptop's disk: after the real read, it sleeps for what
+    is left of the time that the slower disk would have taken.
     """
 
     def __init__(self, inner: Reader, *, bytes_per_s: float, latency_s: float) -> None:
         self._inner, self._bytes_per_s, self._latency_s = inner, bytes_per_s, latency_s
         self._lock = threading.Lock()
-        self._idle_from = 0.0  # when the slower disk has sent all that was asked of it so far
+        self._idle_from = 0.0  # when the slower disk has sent all that was asked for so far
 
     def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
         asked = time.perf_counter()
@@ -115,7 +115,7 @@ class Throttled:
 
 
 def _direct_fault(shard: Shard, direct: int, buffered: int) -> str:
-    """Reads one block mid-file both ways; the reason to mistrust O_DIRECT, or ''."""
+    """Reads one block in the middle of a file both ways; why O_DIRECT cannot be used, or ''."""
     if direct < 0:
         return "this system has no O_DIRECT"
     offset = shard.size // 2 // BLOCK * BLOCK

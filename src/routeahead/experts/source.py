@@ -57,13 +57,13 @@ class Load:
 
 @dataclass
 class Prefetch:
-    """Experts read before their layer asked. Each is all of its projections.
+    """Counts of experts that were read before their layer asked; one is all of its projections.
 
     Attributes:
         issued: queued early, because they were absent.
-        completed: read, or being read, when their layer came; the others were taken back before
-            a lane had begun them (guesses), or thrown away by a fault.
-        useful: used by it.
+        completed: read, or being read, when their layer asked; the others were taken back before
+            a lane had begun them (guesses), or discarded after a fault.
+        useful: used by that layer.
     """
 
     issued: int = 0
@@ -94,8 +94,8 @@ class ExpertSource:
 
     Attributes:
         stall_s: seconds the evaluation thread waited for bytes.
-        adopt_s: the part of it spent on reads that were begun early.
-        prefetch: what became of those.
+        adopt_s: the part of it that was spent on reads begun early.
+        prefetch: counts of those reads.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ExpertSource:
         self.stall_s = self.adopt_s = 0.0
 
     def begin(self) -> None:
-        """A batch is about to be evaluated. A second Ctrl-C may have cut `recover` short."""
+        """Prepares for a batch: completes a `recover` that a second Ctrl-C interrupted."""
         if self._void:
             self.recover()
 
@@ -135,7 +135,7 @@ class ExpertSource:
     def require(self, layer: int, experts: Sequence[int]) -> Load | None:
         """Starts reading those of the distinct `experts` that are not resident.
 
-        Returns what to wait for before computing with them, or None where all are resident.
+        Returns what to wait for before computing with them; None if all are resident.
         """
         # Nothing that an earlier layer needed is in flight here, so every page is an entry's (early
         # ones may still be on their way: they count as used), a guess's, or free.
@@ -155,14 +155,19 @@ class ExpertSource:
         return load
 
     def resident(self, layer: int, expert: int) -> bool:
-        """Whether using the expert causes no read: it is in the cache, which has what a committed
-        read is bringing, or a guess of it has landed."""
+        """Whether using the expert causes no read.
+
+        It is in the cache (what a committed read is bringing is), or a guess of it has arrived.
+        """
         guess = self._guesses.get(layer, expert) if self._guesses else None
         return (layer, expert) in self.cache or (guess is not None and guess.landed)
 
     def read_early(self, layer: int, experts: Sequence[int]) -> None:
-        """Reads what a later `layer` will certainly use, as far as it is not resident, and keeps
-        all of it until then. Without a cache there is nowhere to keep it, and nothing happens."""
+        """Reads what a later `layer` will certainly use, and keeps all of it until then.
+
+        Only experts that are not resident are read. Without a cache nothing can be kept, so nothing
+        is read.
+        """
         if not self.cache.budget:
             return
         misses = self.cache.admit_early(layer, experts)
@@ -195,14 +200,14 @@ class ExpertSource:
             self.lanes.submit(reads, "speculative")
 
     def protect(self, layer: int, experts: Sequence[int]) -> None:
-        """Keeps what is resident of the `experts` of a later layer until it has been there."""
+        """Keeps those `experts` of a later layer that are resident until it has used them."""
         self.cache.protect(layer, experts)
 
     def _redeem(self, layer: int, misses: Sequence[int]) -> Load | None:
-        """The layer has come to what was guessed for it, right or wrong.
+        """Uses the guesses for a layer that now asks for its experts, and drops the wrong ones.
 
-        All guesses that no lane has begun are taken back from the queue; those that may still be
-        of use are guessed again once the layer has its own.
+        All guesses that no lane has begun are taken back from the queue; those for later layers are
+        guessed again once this layer has its own experts.
         """
         self._guesses.revoke(self.lanes.revoke())
         found = {e: guess for e in misses if (guess := self._guesses.pop(layer, e)) and guess.begun}
@@ -224,8 +229,11 @@ class ExpertSource:
         return load
 
     def _adopt(self, early: Load, experts: Sequence[int], misses: Sequence[int]) -> Load | None:
-        """The layer has come to the reads that were begun early for it: those that no lane has
-        begun go to the front, with what else it needs; those in flight are waited for."""
+        """Uses the committed reads of a layer that now asks for its experts.
+
+        Those that no lane has begun go to the front of the queue, with what else the layer needs;
+        those in flight are waited for.
+        """
         self.prefetch.completed += len(early.experts)
         self.prefetch.useful += len(set(early.experts).intersection(experts))
         if early.done() and not misses and not early.failed():
@@ -236,7 +244,7 @@ class ExpertSource:
         return load
 
     def _submit_in_order(self, reads: list[Read]) -> None:
-        """A layer waits for these: first what it computes with first."""
+        """Queues reads that a layer waits for, in the order in which it uses their projections."""
         reads.sort(key=lambda read: self._order.get(read.slice.tensor.projection, 99))
         self.lanes.submit(reads)
 
@@ -277,20 +285,20 @@ class ExpertSource:
             self.stall_s += time.perf_counter() - start
 
     def release(self) -> None:
-        """The step is over, and every layer has had its experts: nothing stays protected."""
+        """Ends every protection after a step, in which every layer has had its experts."""
         if self._early:  # a layer never came for its reads, which may be in flight
             self.recover()
         self.cache.release()
 
     def expose(self) -> None:
-        """The result is void: let whatever the graph still runs read anything."""
+        """Makes all pages accessible: a graph whose result is void may still run products."""
         self._arena.unpoison()
 
     def recover(self) -> None:
         """After a fault: waits for the lanes, forgets every expert, and starts empty.
 
-        A fault may have struck anywhere, between two lines of bookkeeping too, so nothing of the
-        old state is trusted.
+        A fault may occur anywhere, also between two lines of bookkeeping, so nothing of the old
+        state is used.
         """
         self._void = True
         self.lanes.drain()
@@ -341,7 +349,7 @@ def read_dense(
 
 
 def dense_runs(tensors: Sequence[TensorInfo]) -> list[tuple[int, int, int]]:
-    """Joins tensors that lie next to each other: (shard, start, end) in bytes."""
+    """Ranges of tensors that lie next to each other: (shard, start, end) in bytes."""
     runs: list[tuple[int, int, int]] = []
     for tensor in sorted(tensors, key=lambda t: (t.shard, t.offset)):
         end = tensor.offset + tensor.nbytes

@@ -1,8 +1,10 @@
-"""The only file that knows ggml's structs.
+"""Structs and functions of ggml that llama-cpp-python does not expose.
 
-llama-cpp-python exposes llama.cpp's functions but not ggml's tensors. The few fields the engine
-needs are declared here and checked once against ggml's own public functions (`check_layout`), so
-that a library whose layout moved is noticed at start and not as a wrong token.
+The tensor struct is declared here and checked once against ggml's own public functions
+(`check_layout`), so that a library with another layout is noticed at start and not as a wrong
+token. `placement` knows the structs of buffers and checks those. docs/llama-cpp.md lists all of
+them; a function that is declared here and missing in the library makes a start fail, so only those
+that are used are declared.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ class Tensor(ctypes.Structure):
 
 
 class _InitParams(ctypes.Structure):
+    """Mirror of `struct ggml_init_params` (ggml.h)."""
+
     _fields_ = [
         ("mem_size", ctypes.c_size_t),
         ("mem_buffer", ctypes.c_void_p),
@@ -61,7 +65,6 @@ _I64, _INT = ctypes.c_int64, ctypes.c_int
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_init": (_PTR, [_InitParams]),
     "ggml_free": (None, [_PTR]),
-    "ggml_new_tensor_1d": (_PTR, [_PTR, _INT, _I64]),
     "ggml_new_tensor_2d": (_PTR, [_PTR, _INT, _I64, _I64]),
     "ggml_new_tensor_3d": (_PTR, [_PTR, _INT, _I64, _I64, _I64]),
     "ggml_mul_mat_id": (_PTR, [_PTR, _PTR, _PTR, _PTR]),
@@ -82,8 +85,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_build_forward_expand": (None, [_PTR, _PTR]),
     "ggml_backend_cpu_buffer_from_ptr": (_PTR, [_PTR, _SIZE]),
     "ggml_backend_buffer_get_type": (_PTR, [_PTR]),
-    "ggml_backend_buffer_get_base": (_PTR, [_PTR]),
-    "ggml_backend_buffer_get_size": (_SIZE, [_PTR]),
     "ggml_backend_buffer_init_tensor": (_INT, [_PTR, _PTR]),
     "ggml_backend_buffer_free": (None, [_PTR]),
     "ggml_backend_cpu_buffer_type": (_PTR, []),
@@ -94,7 +95,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gguf_init_from_file": (_PTR, [_STR, GgufInitParams]),
     "gguf_free": (None, [_PTR]),
     "gguf_get_n_kv": (_I64, [_PTR]),
-    "gguf_find_key": (_I64, [_PTR, _STR]),
     "gguf_get_key": (_STR, [_PTR, _I64]),
     "gguf_get_kv_type": (_INT, [_PTR, _I64]),
     "gguf_get_data_offset": (_SIZE, [_PTR]),
@@ -121,10 +121,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """ggml as llama.cpp uses it, with the functions above declared.
+    """Returns ggml as llama.cpp uses it, with the functions above declared.
 
-    Looked up through libllama, which finds them in the libraries that it has loaded: a wheel may
-    hold libggml-base under several names, and opening another name would load a second copy.
+    They are looked up through libllama, which finds them in the libraries that it has loaded: a
+    wheel may hold libggml-base under several names, and opening another name would load a second
+    copy.
 
     Raises:
         StreamError: the installed llama-cpp-python lacks one of them.
@@ -164,10 +165,10 @@ _COMPUTE: dict[str, tuple[Any, list[Any]]] = {
 
 @functools.cache
 def compute_library() -> ctypes.CDLL:
-    """ggml's CPU backend, for graphs of our own.
+    """Returns ggml's CPU backend, to compute graphs of our own.
 
     Raises:
-        StreamError: the wheel loads its CPU backend as a plug-in, out of reach.
+        StreamError: the library does not export it, because it loads the CPU backend as a plug-in.
     """
     base = library()
     for name, (result, arguments) in _COMPUTE.items():
@@ -180,8 +181,10 @@ def compute_library() -> ctypes.CDLL:
 
 
 def new_context(nbytes: int) -> int:
-    """A context for `nbytes` of tensor and graph structs; their data lies elsewhere. Free it with
-    `ggml_free`."""
+    """Returns a context for `nbytes` of tensor and graph structs, whose data lies elsewhere.
+
+    Free it with `ggml_free`.
+    """
     context: int = library().ggml_init(_InitParams(nbytes, None, True))
     return context
 
@@ -192,6 +195,7 @@ def tensor_at(address: int) -> Tensor:
 
 
 def type_name(ggml_type: int) -> str:
+    """Name of a data type, such as "F32"."""
     name: bytes = library().ggml_type_name(ggml_type)
     return name.decode().upper()
 
@@ -227,10 +231,10 @@ def op_code(name: str) -> int:
 
 @functools.cache
 def check_layout() -> None:
-    """Compares the struct above with what ggml's public functions say of real tensors.
+    """Compares `Tensor` with what ggml's public functions return for real tensors.
 
     Raises:
-        StreamError: they differ; the installed library cannot be streamed with.
+        StreamError: they differ, so this library cannot be used for streaming.
     """
     base = library()
     context = base.ggml_init(_InitParams(1 << 20, None, False))

@@ -1,7 +1,7 @@
 """Reads the directory of a GGUF file with ggml's own parser.
 
-The same parser reads the file again when llama.cpp loads it, so what it refuses is refused here
-first, with one line, and a file that passes here does not abort the process there.
+The same parser reads the file again when llama.cpp loads it. What it refuses is refused here
+first, with a one-line error, and a file that it accepts does not abort the process there.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _SCALARS = {
 
 
 def read_layout(path: str | os.PathLike[str]) -> ModelLayout:
-    """Directory of a model, of all its shards.
+    """Reads the directory of a model, of all its shards.
 
     Raises:
-        ModelError: missing, unreadable, not a GGUF, malformed, truncated, or a shard is absent.
+        ModelError: the file is missing, unreadable, no GGUF, malformed or truncated, or a shard is
+            absent.
     """
     first = Path(path)
     _check_readable(first)
@@ -56,7 +57,10 @@ def read_layout(path: str | os.PathLike[str]) -> ModelLayout:
 
 
 def _check_counts(path: Path, layout: ModelLayout) -> None:
-    """Counts that llama.cpp asserts, which would end the process. Lists by layer are left to it."""
+    """Checks counts that llama.cpp asserts: a failed assertion would end the process.
+
+    Counts that are lists, one a layer, are left to llama.cpp.
+    """
     used, count, blocks = map(layout.value, ("expert_used_count", "expert_count", "block_count"))
     last = layout.moe_layers[-1]
     checks = [

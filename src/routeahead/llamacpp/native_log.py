@@ -1,4 +1,4 @@
-"""What llama.cpp says when it fails: it logs the reason and returns nothing."""
+"""The reasons that llama.cpp logs when a call fails: the call itself returns none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ERROR = 4  # ggml.h; the numbers in llama_cpp._logger are of an older version
 
 @contextlib.contextmanager
 def errors() -> Iterator[list[str]]:
-    """Collects the error lines that are logged meanwhile, instead of printing them."""
+    """Collects the error lines that are logged in the `with` block, instead of printing them."""
     lines: list[str] = []
 
     @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]

@@ -1,7 +1,8 @@
 """Loads a model without letting llama.cpp read its weights.
 
-llama.cpp has no way to say "leave these tensors alone", but it accepts, for tensors whose names
-match a pattern, a buffer type to put them in. Ours is the CPU's with three slots replaced:
+llama.cpp has no option to leave tensors unread, but for tensors whose names match a pattern it
+accepts a buffer type to put them in. Ours is the CPU's (`struct ggml_backend_buffer_type`) with two
+functions replaced, and a third in each buffer that it makes (`struct ggml_backend_buffer`):
 
 * `get_name`, because the loader keys its buffers by that name;
 * `alloc_buffer`, which reserves addresses and commits nothing;
@@ -9,8 +10,8 @@ match a pattern, a buffer type to put them in. Ours is the CPU's with three slot
   and spoils the first byte of the tensor's name, so that the loader looks the name up in the file,
   finds no such weight, and goes on without reading.
 
-The names are restored after the load. Every step leans on the layout of a few structs and is
-checked against ggml's public getters first (`Placement()` raises where it does not hold).
+The names are restored after the load. Every step depends on the layout of these structs, which
+`Placement()` first checks against ggml's public getters.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _ALL_TENSORS = b".*"
 
 
 class _Override(ctypes.Structure):
+    """Mirror of `struct llama_model_tensor_buft_override` (llama.h)."""
+
     _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
 
 
@@ -55,7 +58,7 @@ class Placement:
         tensors: name → address of the ggml tensor, filled by the load.
 
     Raises:
-        StreamError: the installed library's structs are not laid out as expected.
+        StreamError: the installed library's structs have another layout.
     """
 
     def __init__(self, place: Callable[[str], int]) -> None:
@@ -90,7 +93,7 @@ class Placement:
         """Restores the tensors' names after the load.
 
         Raises:
-            StreamError: the load went wrong on our side.
+            StreamError: a callback of this class failed during the load.
         """
         if loaded:
             for buffer in self._buffers:

@@ -1,9 +1,8 @@
 """Which experts stay in memory: eviction policies to compare with the engine's.
 
-LRU is the engine's own class, so that a replay and a run agree exactly. The others follow its
-contract: a batch's experts are looked up and admitted together, then entries outside of the batch
-are evicted until the budget holds, and what the batch itself had in excess goes first thing at the
-next lookup.
+LRU is the engine's own class, so that a replay and a run agree exactly. The others do as it does: a
+batch's experts are looked up and admitted together, then entries outside of the batch are evicted
+until the budget holds. What the batch itself has in excess is evicted when the next lookup begins.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ class Cache(Protocol):
 class RankedCache(ABC):
     """A cache within `budget` bytes that evicts the entry of the lowest rank.
 
-    The queue is a heap that holds one item for every time an entry was ranked; only the item with
-    the entry's present rank counts. An entry of the current batch has no rank until the batch's
-    evictions are done, which is what protects it.
+    The queue is a heap with one item for every time an entry was ranked; only the item with the
+    entry's present rank counts. An entry of the current batch has no rank until the batch's
+    evictions are done, so it cannot be evicted by them.
 
     Attributes:
         evicted_rank: rank of the latest entry to be evicted.
@@ -107,8 +106,8 @@ class LFUCache(RankedCache):
 class BeladyCache(RankedCache):
     """Evicts the entry whose next use is farthest in the future (Belady 1966).
 
-    Where all experts have the same size no policy has more hits; where sizes differ a better one
-    may exist. It must be driven through the batches of `trace` in order: the future is in there.
+    If all experts have the same size, no policy has more hits; if sizes differ, a better one may
+    exist. It must be given the batches of `trace` in order, since it takes the future from there.
     """
 
     def __init__(self, budget: int, trace: RouteTrace) -> None:
@@ -125,11 +124,11 @@ class BeladyCache(RankedCache):
 
 
 class RandomCache(RankedCache):
-    """Evicts any entry, each as likely as the others; the same `seed` evicts the same.
+    """Evicts a random entry, each with the same probability; the same `seed` evicts the same.
 
-    An entry's rank is the moment at which its exponentially distributed lifetime ends, and the
-    clock stands where the latest victim died. Such lifetimes have no memory: whatever the history,
-    each entry is as likely to be the next to die.
+    An entry's rank is the time at which its lifetime ends, drawn from an exponential distribution
+    and added to the rank of the latest victim. That distribution has no memory, so whatever the
+    history, each entry is equally likely to be next.
     """
 
     def __init__(self, budget: int, bytes_by_layer: dict[int, int], seed: int = 0) -> None:

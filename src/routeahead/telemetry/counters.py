@@ -1,12 +1,17 @@
 """What a run counts, and what each figure means.
 
-Times of a decoded token: *wall* is the time inside llama_decode. *stall* is the evaluation thread
-waiting for bytes, whatever it waits for; *adoption* is the part of it spent waiting for reads
-that were begun early. *management* is its bookkeeping: lookups, evictions,
-issuing reads, and under route-ahead predicting inline or waiting for a worker's prediction.
-*compute* is what is left. *io* is the time that lanes spend in reads; lanes work beside compute and
-beside each other, so it does not add up with the rest. Bytes are physical:
-whole blocks as read from the file.
+Times of a decoded token:
+
+* *wall*: inside llama_decode.
+* *stall*: the evaluation thread waits for bytes. *adoption* is the part of it in which it waits for
+  reads that were begun early.
+* *management*: its bookkeeping. Lookups, evictions, issuing reads, and with route-ahead predicting
+  inline or waiting for a worker's prediction.
+* *compute*: the rest of *wall*.
+* *io*: lanes are in reads. They work beside compute and beside each other, so it is no part of
+  *wall*.
+
+Bytes are physical: whole blocks as read from the file.
 """
 
 from __future__ import annotations
@@ -72,15 +77,15 @@ class Counters:
 def peak_rss_bytes() -> int:
     """Largest resident size of this process so far.
 
-    getrusage's figure would include that of the process that started this one: what a fork held
-    before it became this program counts there.
+    getrusage's figure is not used where /proc exists: it includes what the process held between
+    its fork and the start of this program, which is the memory of its parent.
     """
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     except OSError:
-        pass  # no Linux
+        pass  # not Linux
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from routeahead.errors import ModelError
 from routeahead.experts.lanes import ReadRecord
-from routeahead.telemetry.table import open_table
+from routeahead.telemetry.table import open_table, read_table
 from routeahead.types import Phase
 
 COLUMNS: Mapping[str, str] = {
@@ -35,12 +35,13 @@ COLUMNS: Mapping[str, str] = {
 class IoTrace:
     """Lanes append to `records`; the evaluation thread writes them after each batch.
 
-    `list.append` is atomic. What a batch needed has been read when it ends; a guess that is still
-    being read then, by a prefetcher, is written with the next batch, as the counters have it.
+    `list.append` is atomic. What a batch needed has been read when it ends. A guess that is still
+    being read then is written with the next batch, as the counters count it.
     """
 
     def __init__(self, path: Path, start: float) -> None:
-        """
+        """Begins the file; `start` is the time, by `time.perf_counter`, that is its zero.
+
         Raises:
             SettingsError: the file cannot be written.
         """
@@ -52,15 +53,18 @@ class IoTrace:
         count = len(self.records)  # a lane may append while this runs
         records = self.records[:count]
         del self.records[:count]
-        self._table.add(
-            [
-                [
-                    round(r.end - self._start, 7), self._step, phase, r.lane, r.kind, r.layer,
-                    r.expert, r.projection, r.shard, r.offset, r.nbytes, round(r.end - r.begin, 7),
-                ]
-                for r in records
-            ]
-        )  # fmt: skip
+        if records:
+            count = len(records)
+            begin, end, lane, kind, layer, expert, projection, shard, offset, nbytes = zip(
+                *records, strict=True
+            )
+            ended = [round(at - self._start, 7) for at in end]
+            took = [round(b - a, 7) for a, b in zip(begin, end, strict=True)]
+            steps, phases = [self._step] * count, [phase] * count
+            self._table.add(
+                [ended, steps, phases, lane, kind, layer, expert, projection, shard, offset, nbytes,
+                 took]
+            )  # fmt: skip
         self._step += tokens
 
     def close(self) -> None:
@@ -73,10 +77,10 @@ class IoReport:
 
     Attributes:
         reads, bytes_read: all phases.
-        decode_tokens: decoded tokens that read anything or lie between such tokens.
+        decode_tokens: decoded tokens from the first that read anything to the last.
         decode_bytes: bytes of the decode phase.
         redundancy: share of decode bytes that had been read before (evicted and read again).
-        early_again: slices read early (committed or speculative) and again on demand in one token.
+        early_again: slices read early (committed or speculative) and on demand in the same token.
         kinds: reads by kind.
         latency_s: median seconds of a read.
     """
@@ -102,36 +106,16 @@ def read_io_trace(path: Path) -> dict[str, npt.NDArray[Any]]:
         ModelError: the file is no I/O trace.
     """
     try:
-        if path.suffix == ".parquet":
-            from pyarrow import parquet
-
-            table = parquet.read_table(path)
-            columns = {n: table.column(n).to_numpy(zero_copy_only=False) for n in COLUMNS}
-        else:
-            columns = _read_csv(path)
-    except (OSError, ValueError, KeyError, IndexError) as error:
+        return read_table(path, COLUMNS).columns
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not an I/O trace"
         raise ModelError(f"{path}: {reason}; write one with `run --io-trace FILE`") from None
-    return columns
-
-
-def _read_csv(path: Path) -> dict[str, npt.NDArray[Any]]:
-    with path.open(encoding="utf-8") as file:
-        lines = [line.rstrip("\n").split(",") for line in file if not line.startswith("#")]
-    if lines[0] != list(COLUMNS):
-        raise ValueError
-    kinds = {"int64": np.int64, "float64": np.float64, "string": np.str_}
-    cells = list(zip(*lines[1:], strict=True)) or [()] * len(COLUMNS)
-    return {
-        name: np.array(cells[index], dtype=np.str_).astype(kinds[kind])
-        for index, (name, kind) in enumerate(COLUMNS.items())
-    }
 
 
 def report(columns: Mapping[str, npt.NDArray[Any]], *, tokens: int | None = None) -> IoReport:
-    """Figures of a trace; with `tokens`, of its first that many decoded tokens only.
+    """Figures of a trace, or of its first `tokens` decoded tokens.
 
-    Runs can be compared only over equal lengths: a cache fills up, so later tokens read less.
+    Only runs of equal length can be compared: a cache fills, so later tokens read less.
     """
     decode = columns["phase"] == "decode"
     if tokens is not None and decode.any():

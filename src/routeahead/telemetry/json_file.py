@@ -1,4 +1,4 @@
-"""JSON files that are whole or not there."""
+"""JSON files that are complete or absent, never half-written."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from routeahead.errors import SettingsError
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes beside `path` and renames. What JSON has no type for (paths) becomes its text.
+    """Writes a temporary file beside `path` and renames it to `path`.
 
-    A link keeps pointing where it does, and what is no file (/dev/stdout) is written to.
+    Objects that JSON has no type for, such as paths, are written as their text. If `path` is a
+    link, the file that it points to is replaced; what is no regular file (/dev/stdout) is written
+    to directly.
 
     Raises:
         SettingsError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""The traces that a run was asked to write, as one object for the engine to talk to."""
+"""The traces that a run was asked to write, as one object that the engine reports to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from routeahead.types import Phase
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files to write; None writes nothing and costs nothing."""
+    """Files to write; what is None is not written and costs nothing."""
 
     csv: Path | None = None
     io_trace: Path | None = None
@@ -30,15 +30,16 @@ NOTHING = Outputs()
 
 
 class Recorder:
-    """Opens the files of `outputs`, passes events on, and closes them.
-
-    Raises:
-        SettingsError: a file cannot be written.
-    """
+    """Opens the files of `outputs`, passes events on to them, and closes them."""
 
     def __init__(
         self, outputs: Outputs, layout: ModelLayout, top_k: int, preamble: Mapping[str, Any]
     ) -> None:
+        """Opens the files.
+
+        Raises:
+            SettingsError: a file cannot be written.
+        """
         self._closers = contextlib.ExitStack()
         self.steps: StepLog | None = None
         self.io: IoTrace | None = None
@@ -56,6 +57,8 @@ class Recorder:
     def end_of_batch(self, phase: Phase, step: Totals) -> None:
         if self.io:
             self.io.end_of_batch(phase, step.tokens)
+        if self.routes:
+            self.routes.end_of_batch()
         if self.steps and phase == "decode":
             self.steps.add(step)
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from routeahead.experts.layout import ModelLayout
 from routeahead.telemetry.table import open_table
-from routeahead.types import Phase
+from routeahead.types import Floats, Ids, Phase
 
 COLUMNS: Mapping[str, str] = {
     "turn": "int64",  # prompts so far
@@ -22,18 +22,26 @@ COLUMNS: Mapping[str, str] = {
     "expert": "int64",  # what was routed to
     "weight": "float64",  # after normalisation and scaling, before dropping
     "residency": "int64",  # 1: in the cache when it was routed
-    "expert_bytes": "int64",  # charged to the routing that had it read, else 0
+    "expert_bytes": "int64",  # of the slot that had the expert read; 0 for the others
     "dropped": "int64",  # 1: not read, and computed with weight 0
     "committed": "int64",  # 1: a policy decided, not the router
     "router_expert": "int64",  # the router's own choice for this slot
 }
 
 
+# Lines that are collected at most, but for the last routing's. (A prompt has many in one batch.)
+_LINES = 16384
+
+
 class RouteLog:
-    """Collects a routing when it is decided and writes it when its weights are known."""
+    """Collects routings, column by column, and writes those of a batch when the batch ends.
+
+    By then the weights of each, and what was dropped from it, are known.
+    """
 
     def __init__(self, path: Path, layout: ModelLayout, top_k: int) -> None:
-        """
+        """Begins the file.
+
         Raises:
             SettingsError: the file cannot be written.
         """
@@ -49,7 +57,8 @@ class RouteLog:
         head += [f"layer={layer} expert_bytes={size}" for layer, size in self._bytes.items()]
         self._table = open_table(path, COLUMNS, head, {**facts, "layers": self._bytes})
         self._turn = -1
-        self._open: list[list[Any]] = []  # rows of the last routing, slot by slot
+        self._columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        self._first = 0  # where the last routing begins in them
         self._weighed = False
 
     def turn(self) -> None:
@@ -61,8 +70,8 @@ class RouteLog:
         phase: Phase,
         layer: int,
         positions: npt.NDArray[np.int64],
-        ids: npt.NDArray[np.int32],
-        router: npt.NDArray[np.int32],
+        ids: Ids,
+        router: Ids,
         resident: set[int],
         *,
         committed: bool,
@@ -73,38 +82,63 @@ class RouteLog:
             ids, router: (rows, top-k), what is computed with and what the router chose.
             resident: experts of the layer that were in the cache.
         """
-        self._flush()
         self._weighed = False
-        code, charged = int(phase == "decode"), set(resident)
-        for position, row, own in zip(positions, ids.tolist(), router.tolist(), strict=True):
-            for slot, expert in enumerate(row):
-                size = 0 if expert in charged else self._bytes[layer]
-                charged.add(expert)
-                self._open.append(
-                    [
-                        max(self._turn, 0), code, int(position), layer, slot, expert, float("nan"),
-                        int(expert in resident), size, 0, int(committed), own[slot],
-                    ]
-                )  # fmt: skip
+        self._first = len(self._columns["expert"])
+        if self._first >= _LINES:
+            self._write()
+        rows, top_k = ids.shape
+        experts, size, charged = ids.ravel().tolist(), self._bytes[layer], set(resident)
+        count = len(experts)
+        bytes_read = []
+        for expert in experts:
+            bytes_read.append(0 if expert in charged else size)
+            charged.add(expert)
+        for column, values in zip(
+            self._columns.values(),
+            (
+                [max(self._turn, 0)] * count,
+                [int(phase == "decode")] * count,
+                np.repeat(positions, top_k).tolist(),
+                [layer] * count,
+                [*range(top_k)] * rows,
+                experts,
+                [float("nan")] * count,
+                [int(expert in resident) for expert in experts],
+                bytes_read,
+                [0] * count,
+                [int(committed)] * count,
+                router.ravel().tolist(),
+            ),
+            strict=True,
+        ):
+            column.extend(values)
 
-    def weights(self, weights: npt.NDArray[np.float32]) -> None:
+    def weights(self, weights: Floats) -> None:
         """The weights (rows, top-k) of the routing that was recorded last."""
-        if self._weighed:  # by who is going to drop some of them
+        if self._weighed:  # before some of its experts are dropped
             return
         self._weighed = True
-        for record, weight in zip(self._open, weights.ravel().tolist(), strict=True):
-            record[6] = round(weight, 7)
+        column = self._columns["weight"]
+        lines = range(self._first, len(column))
+        for line, weight in zip(lines, weights.ravel().tolist(), strict=True):
+            column[line] = round(weight, 7)
 
     def dropped(self, dropped: npt.NDArray[np.bool_]) -> None:
         """Slots (rows, top-k) of the routing that was recorded last."""
-        for record, gone in zip(self._open, dropped.ravel().tolist(), strict=True):
-            if gone:
-                record[8:10] = 0, 1  # bytes charged, dropped
+        for index in np.flatnonzero(dropped):
+            self._columns["expert_bytes"][self._first + index] = 0
+            self._columns["dropped"][self._first + index] = 1
 
-    def _flush(self) -> None:
-        self._table.add(self._open)
-        self._open = []
+    def end_of_batch(self) -> None:
+        """The batch was evaluated: nothing more will be known of its routings."""
+        self._write()
+
+    def _write(self) -> None:
+        if self._columns["expert"]:
+            self._table.add(list(self._columns.values()))
+            self._columns = {name: [] for name in COLUMNS}
+        self._first = 0
 
     def close(self) -> None:
-        self._flush()
+        self._write()
         self._table.close()

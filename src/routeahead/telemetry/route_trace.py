@@ -1,38 +1,37 @@
 """A routing trace: which experts each token routed to, layer by layer, as a run recorded it.
 
-Two formats with the same columns, one row a routed slot. As CSV, header lines
+Two formats with the same columns, one line a routed slot. As CSV, header lines
 `# layer=L expert_bytes=B` come first. As Parquet (a name that ends in `.parquet`), the schema's
 metadata has under the key `routeahead` the JSON `{"layers": {"L": B, ...}}`. Columns: `phase`
 (0 = prefill, 1 = decode), `step` (position of the token), `layer`, `slot`, `expert`; others are
-ignored. Rows are in the order in which the graph routed them.
+ignored. Lines are in the order in which the graph routed them.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from routeahead.errors import RouteAheadError
+from routeahead.telemetry.table import Contents, read_table
+from routeahead.types import Ids, Phase
 
-Phase = Literal["prefill", "decode"]
-Rows = npt.NDArray[np.int64]
+Slots = npt.NDArray[np.int64]
 
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")  # by the number in the file
 COLUMNS = ("phase", "step", "layer", "slot", "expert")
 
-_LAYER_FACT = re.compile(r"^#\s*layer=(\d+)\s+expert_bytes=(\d+)\b")
+_LAYER_FACT = re.compile(r"layer=(\d+)\s+expert_bytes=(\d+)\b")
 
 
 class TraceError(RouteAheadError, ValueError):
-    """The trace cannot be used: missing, malformed, or nothing in it to replay."""
+    """The trace cannot be used: it is missing, malformed, or has nothing to replay."""
 
 
 class Batch(NamedTuple):
@@ -57,39 +56,40 @@ class RouteTrace:
     Attributes:
         expert_bytes: bytes of one expert (all its projections), by layer.
         batches: in the order of the run.
-        rows: int64 (slots, 5), the columns of COLUMNS as recorded.
+        slots: int64 (routed slots, 5), the columns of COLUMNS as recorded.
     """
 
     expert_bytes: dict[int, int]
     batches: list[Batch]
-    rows: Rows = field(
+    slots: Slots = field(
         default_factory=lambda: np.empty((0, len(COLUMNS)), np.int64), compare=False, repr=False
     )
 
-    def selections(self) -> dict[tuple[int, int], npt.NDArray[np.int32]]:
+    def selections(self) -> dict[tuple[int, int], Ids]:
         """(step, layer) → int32 (top-k,), the experts of that token in slot order."""
-        step, layer = self.rows[:, 1], self.rows[:, 2]
+        step, layer = self.slots[:, 1], self.slots[:, 2]
         begins = np.flatnonzero((np.diff(step) != 0) | (np.diff(layer) != 0)) + 1
-        pieces = np.split(self.rows, begins)
+        pieces = np.split(self.slots, begins)
         return {(int(p[0, 1]), int(p[0, 2])): p[:, 4].astype(np.int32) for p in pieces}
 
     def first_layers(self, count: int) -> RouteTrace:
         """The same run of a model that ends after its first `count` MoE layers.
 
-        A model's last layer routes a prompt's last token only: the others' output is not wanted.
+        A model's last layer routes only the last token of a prompt, whose output alone is used.
         """
         kept = sorted(self.expert_bytes)[:count]
-        phase, step, layer = self.rows[:, :3].T
+        phase, step, layer = self.slots[:, :3].T
         prompt = step[phase == PHASES.index("prefill")]
         inner = np.isin(step, prompt) & np.isin(step + 1, prompt) & (phase == 0)
-        rows = self.rows[np.isin(layer, kept) & ~(inner & (layer == kept[-1]))]
+        slots = self.slots[np.isin(layer, kept) & ~(inner & (layer == kept[-1]))]
         facts = {layer: self.expert_bytes[layer] for layer in kept}
-        return RouteTrace(facts, _batches(rows, facts), rows)
+        return RouteTrace(facts, _batches(slots, facts), slots)
 
     def counting(self, warmup: int, tokens: int | None = None) -> RouteTrace:
-        """The same run, of which `tokens` decoded tokens (None: all) after the first `warmup`
-        count: those before them are a part of the prompt, which only fills a cache, and those
-        after them are left out.
+        """The same run, of which only some decoded tokens count.
+
+        These are `tokens` (None: all) after the first `warmup`. Those before them become a part of
+        the prompt, which only fills a cache; those after them are left out.
 
         Raises:
             TraceError: no token is left to count.
@@ -100,12 +100,13 @@ class RouteTrace:
             raise TraceError(f"{len(decoded)} decoded tokens: none is left after {warmup}")
         first, last = counted[0][0], counted[-1][-1]
         before = [batch._replace(phase="prefill") for batch in self.batches[:first]]
-        return RouteTrace(self.expert_bytes, [*before, *self.batches[first : last + 1]], self.rows)
+        return RouteTrace(self.expert_bytes, [*before, *self.batches[first : last + 1]], self.slots)
 
     def decoded_tokens(self) -> list[list[int]]:
         """For each decoded token, the indices of its batches.
 
-        A token passes through its layers in order, so one begins wherever the layer does not rise.
+        A token passes through its layers in order: the next one begins when the layer number does
+        not rise.
         """
         tokens: list[list[int]] = []
         layer_before: int | None = None
@@ -127,8 +128,10 @@ def read_trace(path: Path) -> RouteTrace:
         TraceError: the file is missing or malformed.
     """
     try:
-        facts, rows = _read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
-        return RouteTrace(facts, _batches(rows, facts), rows)
+        contents = read_table(path, dict.fromkeys(COLUMNS, "int64"))
+        facts = _expert_bytes(contents)
+        slots = np.stack([contents.columns[name] for name in COLUMNS], axis=1)
+        return RouteTrace(facts, _batches(slots, facts), slots)
     except OSError as error:
         raise TraceError(f"{path}: {_one_line(error.strerror or error)}") from error
     except TraceError as error:
@@ -141,69 +144,37 @@ def _one_line(reason: object) -> str:
     return " ".join(str(reason).split())
 
 
-def _read_csv(path: Path) -> tuple[dict[int, int], Rows]:
-    facts: dict[int, int] = {}
-    with path.open(encoding="utf-8") as lines:
-        line = lines.readline()
-        while line.startswith("#"):
-            if match := _LAYER_FACT.match(line):
-                facts[int(match[1])] = int(match[2])
-            line = lines.readline()
-        names = line.strip().split(",")
-        _require_columns(names)
-        with warnings.catch_warnings():  # about a file without rows, which is an error further on
-            warnings.simplefilter("ignore")
-            rows = np.loadtxt(
-                lines,
-                dtype=np.int64,
-                delimiter=",",
-                usecols=[names.index(column) for column in COLUMNS],
-                ndmin=2,
-            )
-    return facts, rows.reshape(-1, len(COLUMNS))
-
-
-def _read_parquet(path: Path) -> tuple[dict[int, int], Rows]:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    schema = parquet.read_schema(path)
-    _require_columns(schema.names)
-    table = parquet.read_table(path, columns=list(COLUMNS))
-    integers = pa.schema([pa.field(column, pa.int64(), nullable=False) for column in COLUMNS])
-    columns = table.select(list(COLUMNS)).cast(integers).columns
-    rows = np.stack([column.to_numpy() for column in columns], axis=1)
+def _expert_bytes(contents: Contents) -> dict[int, int]:
+    """Bytes of one expert by layer, from the head of a CSV or the metadata of a Parquet."""
+    if contents.facts is None:
+        found = [_LAYER_FACT.match(line) for line in contents.head]
+        return {int(fact[1]): int(fact[2]) for fact in found if fact}
     try:
-        layers = json.loads(schema.metadata[b"routeahead"])["layers"]
-        return {int(layer): int(size) for layer, size in layers.items()}, rows
+        layers = contents.facts["layers"]
+        return {int(layer): int(size) for layer, size in layers.items()}
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise TraceError("its schema metadata has no JSON 'routeahead' with 'layers'") from error
 
 
-def _require_columns(names: Iterable[str]) -> None:
-    present = set(names)
-    missing = [column for column in COLUMNS if column not in present]
-    if missing:
-        raise TraceError(f"not a routing trace: it lacks the columns {', '.join(missing)}")
-
-
-def _batches(rows: Rows, facts: dict[int, int]) -> list[Batch]:
-    """Cuts `rows` [n, len(COLUMNS)] into batches.
+def _batches(slots: Slots, facts: dict[int, int]) -> list[Batch]:
+    """Cuts `slots` [n, len(COLUMNS)] into batches.
 
     The ubatches of a prefill are told apart by the layer that changes between them, so the
     ubatches of a model with a single MoE layer come out as one.
     """
-    _check(rows, facts)
-    phase, step, layer, slot, expert = rows.T
+    _check(slots, facts)
+    phase, step, layer, slot, expert = slots.T
     new_layer = (np.diff(phase) != 0) | (np.diff(layer) != 0)
     new_token = new_layer | (np.diff(step) != 0)
     unordered = ~new_token & (np.diff(slot) <= 0)
     if unordered.any():
         at = int(np.argmax(unordered)) + 1
-        raise TraceError(f"row {at + 1}: slot {slot[at]} follows slot {slot[at - 1]} of its token")
+        raise TraceError(
+            f"entry {at + 1}: slot {slot[at]} follows slot {slot[at - 1]} of its token"
+        )
     begins = new_layer | (new_token & (phase[1:] == PHASES.index("decode")))
     starts = [0, *(np.flatnonzero(begins) + 1).tolist()]
-    ends = [*starts[1:], len(rows)]
+    ends = [*starts[1:], len(slots)]
     ids = expert.tolist()
     return [
         Batch(PHASES[phase[start]], int(step[start]), int(layer[start]), _distinct(ids[start:end]))
@@ -215,10 +186,10 @@ def _distinct(experts: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(experts))
 
 
-def _check(rows: Rows, facts: dict[int, int]) -> None:
-    if not len(rows):
+def _check(slots: Slots, facts: dict[int, int]) -> None:
+    if not len(slots):
         raise TraceError("no routed slot in it")
-    phase, _, layer, _, expert = rows.T
+    phase, _, layer, _, expert = slots.T
     unknown = sorted(
         set(np.unique(layer).tolist()) - {at for at, size in facts.items() if size > 0}
     )
@@ -229,4 +200,5 @@ def _check(rows: Rows, facts: dict[int, int]) -> None:
     for name, wrong in (("phase", (phase != 0) & (phase != 1)), ("expert", expert < 0)):
         if wrong.any():
             at = int(np.argmax(wrong))
-            raise TraceError(f"row {at + 1}: {name} {rows[at, COLUMNS.index(name)]} makes no sense")
+            value = slots[at, COLUMNS.index(name)]
+            raise TraceError(f"entry {at + 1}: there is no {name} {value}")

@@ -1,4 +1,4 @@
-"""`--csv`: one row a decoded token."""
+"""`--csv`: one line a decoded token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from routeahead.telemetry.table import CsvTable
 
 _MS = ("wall_s", "compute_s", "stall_s", "io_s", "mgmt_s", "adopt_s", "cpu_s")
 _COUNTS = ("bytes_read", "reads", "hits", "misses")
-COLUMNS = ["token", *(f"{name[:-2]}_ms" for name in _MS), *_COUNTS, "major_faults"]
+COLUMNS: Mapping[str, str] = {
+    "token": "int64",
+    **{f"{name[:-2]}_ms": "float64" for name in _MS},
+    **dict.fromkeys((*_COUNTS, "major_faults"), "int64"),
+}
+# Lines that are written together: writing one takes as long as collecting ten. A run that is killed
+# loses at most as many.
+_LINES = 32
 
 
 class StepLog:
-    """Writes a preamble (every setting and version), a row a token, and a trailer with totals."""
+    """Writes a preamble (every setting and version), a line a token, and a trailer with totals."""
 
     def __init__(self, path: Path, preamble: Mapping[str, Any]) -> None:
-        """
+        """Begins the file.
+
         Raises:
             SettingsError: the file cannot be written.
         """
@@ -30,6 +38,7 @@ class StepLog:
             self._table = CsvTable(path, COLUMNS, head)
         except OSError as error:
             raise SettingsError(f"{path}: cannot be written: {error.strerror}") from None
+        self._lines: list[list[float | int]] = []
         self._sum = Totals()
         self._faults = self._first_fault = _major_faults()
 
@@ -37,10 +46,19 @@ class StepLog:
         """Records one decoded step."""
         self._sum.add(step)
         faults = _major_faults()
-        self._table.add([[self._sum.tokens, *_cells(step), faults - self._faults]])
+        self._lines.append([self._sum.tokens, *_cells(step), faults - self._faults])
         self._faults = faults
+        if len(self._lines) == _LINES:
+            self._write()
+
+    def _write(self) -> None:
+        if self._lines:
+            self._table.add(list(zip(*self._lines, strict=True)))
+            self._lines = []
 
     def close(self) -> None:
+        """Writes what was collected, and the totals."""
+        self._write()
         cells = [self._sum.tokens, *_cells(self._sum), self._faults - self._first_fault]
         totals = dict(zip(COLUMNS, cells, strict=True))
         self._table.comment(f"totals={json.dumps(totals)}")

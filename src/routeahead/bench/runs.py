@@ -1,7 +1,8 @@
 """The interleaved benchmark: every cell in every pass, each run a fresh process.
 
-A machine drifts: it heats up, its disk fills its own cache, others use it. Runs of one cell after
-runs of another measure the drift; runs in turn (A B, B A, A B ...) share it.
+A machine's speed drifts: it heats up, its disk's cache fills, others use it. If all runs of one
+cell came after all runs of another, their difference would be the drift; in turn (A B, B A,
+A B ...) both have the same drift.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from routeahead.bench.cells import Cell, CellList, check_cells, expand_shares, run_order
-from routeahead.bench.cgroup import MemoryLimit
 from routeahead.bench.machine_state import busy_cpu_s, describe, drop_page_cache, entry_state
+from routeahead.bench.memory_limit import MemoryLimit
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import ModelLayout
 
-# What getrusage counts reads in, whatever the disk's own blocks are.
+# getrusage counts reads in blocks of this size, whatever the disk's are.
 _RUSAGE_BLOCK = 512
 
 
@@ -36,7 +37,7 @@ class Plan:
         passes: runs of each cell.
         tokens: decoded tokens that count.
         warmup: decoded tokens before them that do not.
-        threads: compute threads; None leaves it to the program.
+        threads: compute threads; None for the program's default.
         seed: of the tokens that are fed and of the order of the cells.
         memory_limit: bytes that a run may use, page cache included; None for no limit.
     """
@@ -68,8 +69,8 @@ class Run:
         others_cpu_s: CPU time that other processes took meanwhile.
         kernel_read_bytes: what its process had the disk read, as the kernel counted it.
         memory: peak bytes and kills of its control group; empty without a limit.
-        error: why it does not count; empty where it does.
-        report: what it wrote with --report; empty where it wrote none.
+        error: why it does not count; empty if it does.
+        report: what it wrote with --report; empty if it wrote none.
     """
 
     cell: str
@@ -87,7 +88,9 @@ class Run:
 
 
 class Bench:
-    """Iterate over it: each step is one run. What there is so far can be written at any time.
+    """A benchmark. Each step of an iteration over it is one run.
+
+    `as_dict` gives the runs so far at any time.
 
     Attributes:
         baseline: name of the cell that the others are compared with.
@@ -97,7 +100,8 @@ class Bench:
     def __init__(
         self, layout: ModelLayout, cells: CellList, plan: Plan, baseline: str | None = None
     ) -> None:
-        """
+        """Plans the runs; `baseline` is the first cell if not given.
+
         Raises:
             SettingsError: no cells, two of one name, or no such baseline.
         """
@@ -142,7 +146,7 @@ class Bench:
         )
 
     def _fault(self, report: dict[str, Any]) -> str:
-        """Why a report cannot be compared with the others; empty where it can."""
+        """Why a report cannot be compared with the others; empty if it can."""
         missing = [key for key in ("tokens", "decode_steps") if key not in report]
         if missing:
             return f"its report has no {missing[0]}"
@@ -155,7 +159,7 @@ class Bench:
         return ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything raw, so that each figure can be computed again."""
+        """All that was measured, from which each figure can be computed again."""
         return {
             "question": self.cells.question,
             "model": str(self.layout.shards[0].path),
@@ -172,8 +176,8 @@ class Bench:
 def environment(cell: Cell) -> dict[str, str]:
     """This process's environment, and what the cell sets.
 
-    Importing this package sets GOMP_SPINCOUNT; a program that does not import it must not inherit
-    that, or plain llama.cpp would be measured with this package's tuning.
+    GOMP_SPINCOUNT is left out: importing this package sets it, and a program that does not import
+    it would inherit it, so that plain llama.cpp would be measured with this package's setting.
     """
     inherited = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     return inherited | cell.environment
@@ -181,7 +185,7 @@ def environment(cell: Cell) -> dict[str, str]:
 
 @dataclass
 class _Process:
-    """An ended process: what it said and what it took."""
+    """A process that has ended: its output and what it used."""
 
     status: int
     stderr: str
@@ -192,7 +196,8 @@ class _Process:
 
 
 def _execute(command: Sequence[str], env: dict[str, str], memory_limit: int | None) -> _Process:
-    """
+    """Runs a command to its end, in a group of its own if there is a memory limit.
+
     Raises:
         SettingsError: the program cannot be started, or the memory limit is not permitted.
     """
@@ -226,7 +231,7 @@ def _execute(command: Sequence[str], env: dict[str, str], memory_limit: int | No
 def _reading() -> tuple[float, float, float, int]:
     """Time, CPU seconds of the machine, CPU seconds and blocks read of all children so far.
 
-    The children's totals are exact once a child has ended; its /proc/<pid>/io is gone by then.
+    A child's /proc/<pid>/io no longer exists when it has ended; these totals then include it.
     """
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     own = children.ru_utime + children.ru_stime
@@ -234,7 +239,7 @@ def _reading() -> tuple[float, float, float, int]:
 
 
 def _read_report(path: Path, process: _Process) -> tuple[dict[str, Any], str]:
-    """(report, error): one of them is empty."""
+    """Reads a run's report: (report, error), of which one is empty."""
     if process.memory.get("kills"):
         return {}, "killed: it needs more than the memory limit"
     if process.status:

@@ -1,8 +1,7 @@
-"""Replays a routing trace through a cache, and tells how long a machine would take over it.
+"""A model of the time that a machine takes to decode a recorded routing.
 
-Both answer, in seconds and without the model, what a setting would do on a machine that is not
-here. `replay` is exact: it makes the engine's lookups. `simulate` is a model: a thread that
-computes, lanes that read, and a disk.
+It has a thread that computes, lanes that read, and a disk. Which experts are missing is given
+(`hits.replay` counts them), so a machine that is not at hand can be judged without the model file.
 """
 
 from __future__ import annotations
@@ -10,75 +9,14 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from routeahead.config import Settings
 from routeahead.errors import SettingsError
-from routeahead.replay.eviction import Policy, make_cache
 from routeahead.telemetry.route_trace import RouteTrace, TraceError
 
 PROJECTIONS = 3
-"""Gate, up, down: each is a slice of its own, read on its own."""
-
-
-@dataclass(frozen=True)
-class ReplayResult:
-    """What a cache made of a trace. Totals are of decode; prefill only fills the cache.
-
-    Attributes:
-        budget: bytes.
-        tokens: decoded tokens.
-        evictions: entries dropped, by the lookup that dropped them.
-        bytes_read: bytes of the experts that were missing.
-        misses_by_batch: experts that were missing, for each batch of the trace, prefill included.
-    """
-
-    policy: Policy
-    budget: int
-    tokens: int
-    hits: int
-    misses: int
-    evictions: int
-    bytes_read: int
-    misses_by_batch: Sequence[int] = field(repr=False)
-
-    @property
-    def hit_rate(self) -> float:
-        """Part of the decode lookups that found their expert in memory, 0 to 1."""
-        return self.hits / (self.hits + self.misses)
-
-    @property
-    def bytes_per_token(self) -> float:
-        return self.bytes_read / self.tokens
-
-
-def replay(trace: RouteTrace, budget: int, policy: Policy) -> ReplayResult:
-    """Sends all batches of `trace` through a cache of `budget` bytes.
-
-    Raises:
-        SettingsError: the budget is negative.
-        TraceError: the trace decodes no token.
-    """
-    if budget < 0:
-        raise SettingsError(f"cache of {budget} bytes: give a size of 0 or more")
-    tokens = len(trace.decoded_tokens())
-    if not tokens:
-        raise TraceError("the trace has no decoded token: nothing to count")
-    cache = make_cache(policy, budget, trace)
-    misses_by_batch: list[int] = []
-    lookups = misses = evictions = bytes_read = 0
-    for batch in trace.batches:
-        outcome = cache.lookup(batch.layer, batch.experts)
-        missing = len(outcome.misses)
-        misses_by_batch.append(missing)
-        if batch.phase == "decode":
-            lookups += len(batch.experts)
-            misses += missing
-            evictions += len(outcome.victims)
-            bytes_read += missing * trace.expert_bytes[batch.layer]
-    return ReplayResult(
-        policy, budget, tokens, lookups - misses, misses, evictions, bytes_read, misses_by_batch
-    )
+"""Gate, up and down: each is a slice of its own, in a read of its own."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +25,14 @@ class Machine:
 
     Attributes:
         bandwidth: bytes a second that all lanes get together.
-        compute_s: seconds that one layer computes when it waits for nothing.
-        latency_s: seconds that a read takes before its bytes flow.
+        compute_s: seconds that one layer computes if it waits for nothing.
+        latency_s: seconds that a read takes before its first byte.
         lanes: reads in flight at most.
         route_ahead: layers by which the routing is known ahead; 0 is the model's own routing.
-        overlap: a projection computes as soon as its own slices are in.
-        expert_share: part of `compute_s` that is expert projections, equal ones; the rest comes
-            before the top-k. A decoded token computes about as long as its weights take to be
-            read from memory, so it is the experts' part of a layer's active bytes: 0.6 in
+        overlap: a projection computes as soon as its own slices have arrived.
+        expert_share: share of `compute_s` for the experts' projections, in equal parts; the rest
+            comes before the top-k. A decoded token computes about as long as its weights take to
+            be read from memory, so it is the experts' share of a layer's active bytes: 0.6 in
             Qwen3-30B-A3B at top-6.
     """
 
@@ -144,15 +82,15 @@ class TimeModel:
 
 
 def simulate(trace: RouteTrace, misses_by_batch: Sequence[int], machine: Machine) -> TimeModel:
-    """How long decoding takes when those of each batch's experts are missing.
+    """The time that decoding takes if as many experts of each batch are missing.
 
-    An expert that is missing is `PROJECTIONS` reads of equal size. They are demand reads, asked
-    for at the layer's own top-k, or with route-ahead N committed reads, asked for at the top-k of N
-    layers before; the first N layers of a token have nothing before them and read on demand.
-    Nothing is modelled of what reads take from compute: measure `compute_s` while streaming.
+    A missing expert is `PROJECTIONS` reads of equal size. They are demand reads, queued at the
+    layer's own top-k, or with route-ahead N committed reads, queued at the top-k N layers before.
+    The first N layers of a token read on demand. What reads take from compute is not modelled:
+    measure `compute_s` while streaming.
 
     Args:
-        misses_by_batch: for each batch of the trace, how many experts had to be read.
+        misses_by_batch: for each batch of the trace, how many experts have to be read.
 
     Raises:
         SettingsError: a value of `machine` is out of range.
@@ -175,7 +113,7 @@ def simulate(trace: RouteTrace, misses_by_batch: Sequence[int], machine: Machine
 
 @dataclass(frozen=True)
 class _Layer:
-    """What a layer of a token has to read: `misses` slices of each projection."""
+    """The reads of one layer of a token: `misses` slices of each projection."""
 
     misses: int
     slice_bytes: float
@@ -186,15 +124,16 @@ class _Slices:
     """The slices of one projection that a layer is missing."""
 
     remaining: int
-    arrived_s: float = 0.0  # when the latest of them came in
+    arrived_s: float = 0.0  # when the latest of them arrived
 
 
 class _Lanes:
-    """Lanes that share a disk: which read begins when, and when its bytes are in.
+    """Lanes that share a disk: when each read begins, and when its bytes have arrived.
 
-    A lane takes a read, waits the latency out, then has the disk's whole bandwidth to itself as
-    soon as the reads begun before it are through. So `latency + size / bandwidth` is the time of a
-    read at one lane, and with more lanes latencies hide behind transfers.
+    A lane takes a read, waits for the latency, and then has the disk's whole bandwidth as soon as
+    the reads begun before it have ended. So with one lane a read takes
+    `latency + size / bandwidth`, and with more lanes the latency of one overlaps with the transfer
+    of another.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -208,8 +147,8 @@ class _Lanes:
     def submit(self, layer: _Layer, *, committed: bool) -> list[_Slices]:
         """Queues a layer's reads, projection by projection.
 
-        Committed reads wait until no demand read is queued. When their own layer needs them they
-        need no second place in the queue: those of earlier layers have all begun by then.
+        Committed reads wait until no demand read is queued. They keep their place when their own
+        layer needs them, because those of earlier layers have all begun by then.
         """
         projections = [_Slices(layer.misses) for _ in range(PROJECTIONS)]
         queue = self._committed if committed else self._demand
@@ -218,15 +157,15 @@ class _Lanes:
         return projections
 
     def advance(self, now: float) -> None:
-        """Begins all queued reads that begin before `now`; whatever is submitted next is later."""
+        """Begins all queued reads that begin before `now`; later submissions begin later."""
         while (self._demand or self._committed) and self._free_at[0] < now:
             self._begin()
         self._free_at = [max(free_at, now) for free_at in self._free_at]
 
     def wait(self, slices: _Slices) -> float:
-        """When the last of `slices` is in; 0 where there were none to read.
+        """When the last of `slices` arrives; 0 if there are none to read.
 
-        Only for a caller that submits nothing before then.
+        The caller must submit nothing before then.
         """
         while slices.remaining:
             self._begin()

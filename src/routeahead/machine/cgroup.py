@@ -1,0 +1,124 @@
+"""Linux control groups: where this process's memory is accounted, and what its limits leave.
+
+Both versions of the interface are known: v1 (a hierarchy for each controller) and v2 (one for all).
+A machine may have both mounted; the memory controller then sits in only one of them. Groups are
+nested, and the limit of each group holds for everything below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+_V1_UNLIMITED = 1 << 60  # v1 shows a group without a limit as a number near 2^63
+
+
+@dataclass(frozen=True)
+class Files:
+    """Names of a memory controller's files, and the key of the page cache in `memory.stat`.
+
+    Attributes:
+        peak: absent on kernels that do not count it.
+        events: has a line `oom_kill N`.
+    """
+
+    limit: str
+    usage: str
+    peak: str
+    events: str
+    cache_key: str
+
+
+V1 = Files(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "memory.max_usage_in_bytes",
+    "memory.oom_control",
+    "total_cache",
+)
+V2 = Files("memory.max", "memory.current", "memory.peak", "memory.events", "file")
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """The hierarchy of groups that has the memory controller.
+
+    Attributes:
+        version: 1 or 2.
+        mount: where the hierarchy is mounted.
+        own: this process's group, a folder at or below `mount`.
+    """
+
+    version: int
+    mount: Path
+    own: Path
+
+    @property
+    def files(self) -> Files:
+        return V1 if self.version == 1 else V2
+
+    @property
+    def parent(self) -> Path:
+        """Where a new group goes: below this process's own, so that its limits hold too.
+
+        In v2 a group with processes in it (but the root) cannot hand controllers to groups below
+        it, and ours has this process in it: there the new group becomes its sibling.
+        """
+        return self.own if self.version == 1 or self.own == self.mount else self.own.parent
+
+    def free_bytes(self) -> int | None:
+        """Bytes left under the tightest limit of this process's group and those above it.
+
+        The page cache counts as free: the kernel gives it up before it kills. None if no group has
+        a limit.
+        """
+        above = [group for group in self.own.parents if group.is_relative_to(self.mount)]
+        left = (_left(group, self.files) for group in (self.own, *above))
+        return min((free for free in left if free is not None), default=None)
+
+
+def own_hierarchy() -> Hierarchy | None:
+    """This process's; None if it is in no memory control group."""
+    try:
+        mountinfo = Path("/proc/self/mountinfo").read_text()
+        return find_hierarchy(mountinfo, Path("/proc/self/cgroup").read_text())
+    except OSError:  # no Linux
+        return None
+
+
+def find_hierarchy(mountinfo: str, own_groups: str) -> Hierarchy | None:
+    """Reads /proc/self/mountinfo and /proc/self/cgroup, both as text; None if neither has it."""
+    paths = dict(line.split(":", 2)[1:] for line in own_groups.splitlines())
+    v1_path = next((p for names, p in paths.items() if "memory" in names.split(",")), None)
+    # v2 is on the line without names. It counts only if no v1 hierarchy has the controller.
+    version, path = (1, v1_path) if v1_path is not None else (2, paths.get(""))
+    if path is None:
+        return None
+    for line in mountinfo.splitlines():
+        left, right = line.split(" - ", 1)
+        root, point = left.split()[3:5]
+        kind, _, options = right.split()[:3]
+        v1_memory = kind == "cgroup" and "memory" in options.split(",")
+        if (v1_memory if version == 1 else kind == "cgroup2") and Path(path).is_relative_to(root):
+            return Hierarchy(version, Path(point), Path(point) / Path(path).relative_to(root))
+    return None
+
+
+def read_counts(file: Path) -> Mapping[str, int]:
+    """A file of lines `name number`, such as memory.stat."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return {name: int(number) for name, number in lines}
+
+
+def _left(group: Path, files: Files) -> int | None:
+    """Bytes left under the group's own limit; None if it has none, or no memory controller."""
+    try:
+        limit = (group / files.limit).read_text().strip()
+        if limit == "max" or int(limit) > _V1_UNLIMITED:
+            return None
+        usage = int((group / files.usage).read_text())
+        cache = read_counts(group / "memory.stat").get(files.cache_key, 0)
+    except (OSError, ValueError):
+        return None
+    return max(0, int(limit) - usage + cache)
