@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from support.commands import Command, Done
 from support.library import Library
 
-from routeahead.cli.main import main
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.models import DEFAULT_MODEL
 
@@ -31,8 +30,6 @@ EMBEDDED = read_layout(DEFAULT_MODEL)
 COMMAND = [sys.executable, "-m", "routeahead.cli.main"]
 
 
-Done = subprocess.CompletedProcess[str]
-Command = Callable[..., Done]
 Reporting = Callable[..., tuple[dict[str, Any], str]]
 
 
@@ -41,24 +38,6 @@ def process(*arguments: object) -> Done:
     return subprocess.run(
         [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
     )
-
-
-@pytest.fixture
-def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """The command in this process: its entry point, from the arguments to the exit status."""
-
-    def call(*arguments: object) -> Done:
-        line = ["routeahead", *map(str, arguments)]
-        with monkeypatch.context() as changed:
-            changed.setattr(sys, "argv", line)
-            changed.setattr(sys, "unraisablehook", sys.unraisablehook)  # `main` sets these two
-            changed.setattr(warnings, "showwarning", warnings.showwarning)
-            capfd.readouterr()
-            with pytest.raises(SystemExit) as ended:
-                main()
-        return subprocess.CompletedProcess(line, ended.value.code, *capfd.readouterr())
-
-    return call
 
 
 def with_report(command: Command, path: Path, *arguments: object) -> tuple[dict[str, Any], str]:
