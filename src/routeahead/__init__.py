@@ -17,6 +17,7 @@ from routeahead.errors import (
     RouteAheadError,
     SettingsError,
     StreamError,
+    UseError,
 )
 from routeahead.routing.policy import Model, Policy, Routing
 
@@ -36,6 +37,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "StreamError",
+    "UseError",
 ]
 
 # OpenMP's idle threads spin, and starve the lanes where cores are few. libgomp reads this when it

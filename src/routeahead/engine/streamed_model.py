@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -86,6 +87,7 @@ class StreamedModel:
         # Also runs before the interpreter exits: later, threads no longer run, and a model that
         # nobody closed would wait for its lanes for ever.
         self._finalizer = weakref.finalize(self, self._closers.close)
+        _all.add(self)
 
     def inject_model(self, params: Any) -> None:
         self._placement.inject(params)
@@ -185,8 +187,27 @@ class StreamedModel:
         return budget
 
     def close(self) -> None:
-        """Stops the lanes. The arena stays mapped as long as this object lives."""
+        """Stops the lanes and gives all memory back. llama.cpp must have freed the model."""
         self._finalizer()
+        self.arena.close()
+        self._placement.close()
+
+    def forked(self) -> None:
+        """In a child process, after a fork: lanes, traces and workers are the parent's."""
+        self._finalizer.detach()
+        if "stream" in vars(self):
+            self.stream.source.lanes.forked()
+
+
+_all: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for model in list(_all):
+        model.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _versions() -> dict[str, str]:

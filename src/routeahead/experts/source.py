@@ -309,7 +309,11 @@ class ExpertSource:
         self._void = False
 
     def close(self) -> None:
+        """Stops the lanes and lets go of all memory."""
         self.lanes.close()
+        self._by_layer.clear()
+        self._early.clear()
+        self._guesses.clear()
 
 
 def read_dense(
