@@ -19,6 +19,7 @@ from support.readers import Failing, disk_error
 import routeahead.engine.llama as llama_module
 import routeahead.engine.streamed_model as engine
 from routeahead import Llama, ModelError, ReadError, SettingsError, StreamError
+from routeahead.engine import budget
 from routeahead.experts import arena
 from routeahead.experts.lanes import Lanes
 from routeahead.experts.reader import FileReader, Reader
@@ -354,7 +355,7 @@ def test_prompt_longer_than_context(load: Load) -> None:
 
 
 def test_automatic_cache_without_room(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "available_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(budget, "available_bytes", lambda: 100 << 20)
     with pytest.raises(SettingsError, match="left for the expert cache"):
         load(NAME)
 

@@ -18,9 +18,9 @@ import numpy as np
 import psutil
 import pytest
 from support.library import CONTEXT, PROMPTS, THREADS, Library, evaluate
+from support.processes import limited
 
 from routeahead import Llama, SettingsError, UseError
-from routeahead.bench.memory_limit import MemoryLimit
 from routeahead.experts.reader import Reader
 
 Load = Callable[..., Llama]
@@ -41,17 +41,6 @@ def held(path: Path) -> tuple[int, int, int]:
     lanes = sum(t.name.startswith(("lane-", "watcher", "predictor")) for t in threading.enumerate())
     files = sum(file.path == str(path.resolve()) for file in PROCESS.open_files())
     return lanes, files, PROCESS.memory_info().rss
-
-
-def limited(mib: int, command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command with bounded memory; skips the test if the system does not permit that."""
-    try:
-        with MemoryLimit(mib << 20) as group:
-            return subprocess.run(
-                group.wrap(command), capture_output=True, text=True, timeout=100, check=False
-            )
-    except SettingsError as error:
-        pytest.skip(str(error))
 
 
 def new(path: Path, **settings: object) -> Llama:

@@ -300,6 +300,7 @@ class Llama(llama_cpp.Llama):
             before.io_s, before.bytes_read, before.reads = self._read_until
         try:
             if streamed:
+                streamed.adjust()
                 streamed.callback.begin()
                 streamed.stream.begin(phase, self.n_tokens)
             self._plain_decode(batch)

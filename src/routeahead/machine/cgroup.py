@@ -16,28 +16,42 @@ _V1_UNLIMITED = 1 << 60  # v1 shows a group without a limit as a number near 2^6
 
 @dataclass(frozen=True)
 class Files:
-    """Names of a memory controller's files, and the key of the page cache in `memory.stat`.
+    """Names of a memory controller's files, and of the page cache in `memory.stat`.
 
     Attributes:
+        limits: what exceeds the first is killed; what exceeds the second is slowed down until it
+            does not.
         peak: absent on kernels that do not count it.
         events: has a line `oom_kill N`.
+        cache: keys of the pages that the kernel can give up. A tmpfs is page cache too, but has
+            nowhere to go, and stands on other lists.
     """
 
-    limit: str
+    limits: tuple[str, ...]
     usage: str
     peak: str
     events: str
-    cache_key: str
+    cache: tuple[str, str]
+
+    @property
+    def limit(self) -> str:
+        return self.limits[0]
 
 
 V1 = Files(
-    "memory.limit_in_bytes",
+    ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
     "memory.max_usage_in_bytes",
     "memory.oom_control",
-    "total_cache",
+    ("total_active_file", "total_inactive_file"),
 )
-V2 = Files("memory.max", "memory.current", "memory.peak", "memory.events", "file")
+V2 = Files(
+    ("memory.max", "memory.high"),
+    "memory.current",
+    "memory.peak",
+    "memory.events",
+    ("active_file", "inactive_file"),
+)
 
 
 @dataclass(frozen=True)
@@ -112,13 +126,23 @@ def read_counts(file: Path) -> Mapping[str, int]:
 
 
 def _left(group: Path, files: Files) -> int | None:
-    """Bytes left under the group's own limit; None if it has none, or no memory controller."""
+    """Bytes left under the group's own limits; None if it has none, or no memory controller."""
     try:
-        limit = (group / files.limit).read_text().strip()
-        if limit == "max" or int(limit) > _V1_UNLIMITED:
+        limits = [_limit(group / name) for name in files.limits]
+        limit = min((one for one in limits if one is not None), default=None)
+        if limit is None:
             return None
         usage = int((group / files.usage).read_text())
-        cache = read_counts(group / "memory.stat").get(files.cache_key, 0)
+        counts = read_counts(group / "memory.stat")
+        cache = sum(counts.get(key, 0) for key in files.cache)
     except (OSError, ValueError):
         return None
-    return max(0, int(limit) - usage + cache)
+    return max(0, limit - usage + cache)
+
+
+def _limit(file: Path) -> int | None:
+    """What the file says; None if that is no limit, or the kernel has no such file."""
+    if not file.exists():
+        return None
+    text = file.read_text().strip()
+    return None if text == "max" or int(text) > _V1_UNLIMITED else int(text)
