@@ -11,10 +11,10 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import llama_cpp
-import psutil
 
 from routeahead.config import Settings
 from routeahead.engine.policies import Policies
+from routeahead.engine.starved import Starved
 from routeahead.engine.streamed_model import Progress, StreamedModel, WrapReader
 from routeahead.engine.turns import Closed, Turns
 from routeahead.errors import ModelError, SettingsError, StreamError, UseError
@@ -22,6 +22,7 @@ from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp import native_abort, native_log
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.machine.cpus import default_threads
 from routeahead.machine.memory import available_bytes
 from routeahead.routing.policy import Policy
 from routeahead.telemetry.counters import Counters, Totals, cpu_s
@@ -33,12 +34,6 @@ _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).paramet
     "self",
     "kwargs",
 }
-
-
-def physical_cores() -> int:
-    """Cores that this process may use, hyper-threads not counted."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
 
 
 class Llama(llama_cpp.Llama):
@@ -95,6 +90,7 @@ class Llama(llama_cpp.Llama):
         self.layout = read_layout(model_path)
         self.counters = Counters()
         self._read_until: tuple[float, int, int] | None = None  # lanes' totals after a batch
+        self._starved = Starved()
         self.phase: Phase = "prefill"
         self._decoding = False
         trained = self.layout.value("context_length")
@@ -170,7 +166,7 @@ class Llama(llama_cpp.Llama):
         if llama.get("n_gpu_layers") or llama.get("use_mlock"):
             raise SettingsError("n_gpu_layers and use_mlock load the experts: leave them out")
         llama.setdefault("verbose", False)
-        llama["n_threads"] = llama.get("n_threads") or physical_cores()
+        llama["n_threads"] = llama.get("n_threads") or default_threads()
         llama["n_threads_batch"] = llama.get("n_threads_batch") or llama["n_threads"]
         llama.setdefault("op_offload", False)
         llama["use_mmap"] = False
@@ -314,6 +310,8 @@ class Llama(llama_cpp.Llama):
         self._read_until = now.io_s, now.bytes_read, now.reads
         step = now.minus(before)
         step.tokens, step.batches = batch.batch.n_tokens, 1
+        if self.n_threads > 1:
+            self._starved.add(phase, step)
         self.counters.totals(phase).add(step)
         if streamed:
             streamed.recorder.end_of_batch(phase, step)
