@@ -28,6 +28,7 @@ from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.models import DEFAULT_MODEL
 
 EMBEDDED = read_layout(DEFAULT_MODEL)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 COMMAND = [sys.executable, "-m", "routeahead.cli.main"]
 
 
@@ -54,8 +55,13 @@ def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
             changed.setattr(sys, "unraisablehook", sys.unraisablehook)  # `main` sets these two
             changed.setattr(warnings, "showwarning", warnings.showwarning)
             capfd.readouterr()
-            with pytest.raises(SystemExit) as ended:
-                main()
+            handlers = {one: signal.getsignal(one) for one in SIGNALS}
+            try:
+                with pytest.raises(SystemExit) as ended:
+                    main()
+            finally:
+                for one, handler in handlers.items():
+                    signal.signal(one, handler)
         return subprocess.CompletedProcess(line, ended.value.code, *capfd.readouterr())
 
     return call

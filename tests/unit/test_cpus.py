@@ -111,7 +111,7 @@ def test_tokens_that_wait_for_cores_are_noticed_once() -> None:
     starved = Starved()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(40):
+        for _ in range(48):
             starved.add("decode", Totals(tokens=1, wall_s=1.0, stall_s=0.8, cpu_s=0.1))
             starved.add("prefill", Totals(tokens=1, wall_s=9.0, cpu_s=0.1))
     with pytest.warns(
