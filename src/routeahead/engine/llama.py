@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -39,6 +41,11 @@ def physical_cores() -> int:
     return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
 
 
+def _phase(rows: int, position: int) -> Phase:
+    """What a batch is if nobody says: one row after others is a decode."""
+    return "decode" if rows == 1 and position > 0 else "prefill"
+
+
 class Llama(llama_cpp.Llama):
     """Takes everything that `llama_cpp.Llama` takes, and the streaming settings.
 
@@ -49,8 +56,8 @@ class Llama(llama_cpp.Llama):
         layout: where the model's tensors lie.
         streamed: the streaming parts; None where the model is resident.
         counters: what has been counted since the load.
-        phase: what the next batch is; `generate` declares it, and direct callers of `eval` may.
-            The number of rows does not tell: a prompt's last row looks like a decode.
+        phase: what the next batch is; None lets its size tell, which is right unless a prompt's
+            last row comes alone. `generate` declares it, and direct callers of `eval` may.
     """
 
     streamed: StreamedModel | None = None
@@ -86,7 +93,7 @@ class Llama(llama_cpp.Llama):
         self.layout = read_layout(model_path)
         self.counters = Counters()
         self._read_until: tuple[float, int, int] | None = None  # lanes' totals after a batch
-        self.phase: Phase = "prefill"
+        self.phase: Phase | None = None
         trained = self.layout.value("context_length")
         if cap_context and trained:
             llama["n_ctx"] = min(llama.get("n_ctx") or int(trained), int(trained))
@@ -180,7 +187,8 @@ class Llama(llama_cpp.Llama):
             reason = reasons[0] if reasons else error
             raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error
         if self.streamed:
-            self.streamed.start(progress)
+            this = weakref.proxy(self)  # what llama.cpp calls must not keep the model alive
+            self.streamed.start(progress, lambda rows: this._unannounced(rows))  # noqa: PLW0108
             self.layout = self.streamed.layout
         self._plain_decode = self._ctx.decode
         self._ctx.decode = self._decode  # type: ignore[method-assign]
@@ -202,17 +210,70 @@ class Llama(llama_cpp.Llama):
             )
         inner = super().generate(tokens, *args, **kwargs)
         sent: Sequence[int] | None = None
-        self.phase = "prefill"
-        try:
-            while True:
+        phase: Phase = "prefill"
+        while True:
+            outer, self.phase = self.phase, phase
+            try:
                 token = inner.send(sent)
-                self.phase = "prefill"  # what others evaluate while this generator rests
-                sent = yield token
-                self.phase = "decode"
-        except StopIteration:
-            return
+            except StopIteration:
+                return
+            finally:
+                self.phase = outer  # for what others evaluate while this generator rests
+            sent = yield token
+            phase = "decode"
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """As `llama_cpp.Llama.eval`. One token after others is a decode, anything else prefill,
+        unless `phase` or `decoding` says otherwise.
+
+        Raises:
+            ReadError: an expert's bytes did not arrive. The failed batch left no trace.
+        """
+        outer = self.phase
+        self.phase = outer or _phase(len(tokens), self.n_tokens)
+        try:
+            super().eval(tokens)
         finally:
-            self.phase = "prefill"
+            self.phase = outer
+
+    @contextlib.contextmanager
+    def decoding(self) -> Generator[None]:
+        """In its block, all that is evaluated directly counts as decode, however many tokens.
+
+        Settings that change the routing of decoded tokens alone, such as `route_ahead`, apply.
+        """
+        outer, self.phase = self.phase, "decode"
+        try:
+            yield
+        finally:
+            self.phase = outer
+
+    def check(self) -> None:
+        """Raises what a failed `llama_decode(llm.ctx, ...)` could not: it only returned 2.
+
+        Everything that evaluates through this class calls it first. The exception is kept until
+        then, or until the next batch that `llama_decode` is given.
+
+        Raises:
+            BaseException: a `ReadError`, say, or the `KeyboardInterrupt` of a Ctrl-C.
+        """
+        if self.streamed and self.streamed.callback.void:
+            self.streamed.stream.recover()
+            self.streamed.callback.check()
+
+    def _unannounced(self, rows: int) -> None:
+        """A batch begins that was given to `llama_decode` directly, or a ubatch of such a batch.
+
+        Called at the top-k of its first MoE layer, which routes `rows`.
+        """
+        streamed = self.streamed
+        assert streamed
+        if streamed.callback.void:  # the client was told, and goes on
+            streamed.stream.recover()
+        last = llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(self.ctx), 0)
+        first = max(0, last + 1 - rows)
+        streamed.stream.begin(self.phase or _phase(rows, first), first)
+        self._read_until = None  # its reads are in nobody's totals
 
     def _decode(self, batch: Any) -> None:
         """Runs one batch, counts it, and turns a fault inside the graph into an exception.
@@ -220,13 +281,14 @@ class Llama(llama_cpp.Llama):
         Raises:
             ReadError: an expert's bytes did not arrive. The batch left no trace in the context.
         """
-        phase, streamed, before = self.phase, self.streamed, self._reading()
+        self.check()
+        phase, streamed, before = self.phase or "prefill", self.streamed, self._reading()
         if self._read_until:  # a guess may have been read since the last batch: it counts here
             before.io_s, before.bytes_read, before.reads = self._read_until
         try:
             if streamed:
-                streamed.callback.begin()
                 streamed.stream.begin(phase, self.n_tokens)
+                streamed.callback.begin()
             self._plain_decode(batch)
             if streamed:
                 streamed.callback.check()
@@ -250,6 +312,7 @@ class Llama(llama_cpp.Llama):
             self._ctx.kv_cache_clear()  # type: ignore[no-untyped-call]
             self.n_tokens = 0
         if self.streamed:
+            self.streamed.callback.forget()
             self.streamed.stream.recover()
 
     def _reading(self) -> Totals:

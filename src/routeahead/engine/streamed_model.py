@@ -93,13 +93,17 @@ class StreamedModel:
     def inject_context(self, params: Any) -> None:
         params.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(self.callback.function)
         params.cb_eval_user_data = self.callback.user_data
+        params.abort_callback = llama_cpp.ggml_abort_callback(self.callback.abort_function)
+        params.abort_callback_data = self.callback.user_data
 
     def abandon(self) -> None:
         """The load failed."""
         self._placement.finish(loaded=False)
 
-    def start(self, progress: Progress | None) -> None:
+    def start(self, progress: Progress | None, unannounced: Callable[[int], None]) -> None:
         """The model and its context exist: reads the dense weights, starts the lanes.
+
+        `unannounced` is called as `EvalCallback.attach` says.
 
         Raises:
             ReadError: the dense weights cannot be read.
@@ -138,6 +142,7 @@ class StreamedModel:
         )
         self.callback.attach(
             self.stream,
+            unannounced=unannounced,
             tracing=self.recorder.routes is not None,
             weighing=moe_layers if policies.weighted else (),
         )
