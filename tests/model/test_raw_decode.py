@@ -13,7 +13,7 @@ import llama_cpp
 import numpy as np
 import pytest
 from support import raw
-from support.library import CONTEXT, PROMPTS, THREADS, Library, evaluate, with_budget
+from support.library import PROMPTS, Library, evaluate, with_budget
 from support.readers import Failing, disk_error
 
 import routeahead.engine.streamed_model as engine
@@ -178,21 +178,13 @@ def test_interrupt(load: Load, library: Library) -> None:
     assert_right(llm, library)
 
 
-def test_fault_in_a_later_ubatch(library: Library) -> None:
+def test_fault_in_a_later_ubatch(load: Load) -> None:
     """llama.cpp keeps the ubatches that were evaluated before, and says so in its header."""
     wrap, made = failing(1)
-    llm = Llama(
-        library.path(NAME),
-        n_ctx=CONTEXT,
-        n_ubatch=8,
-        n_threads=THREADS,
-        cache_mb=0,
-        wrap_reader=wrap,
-    )
+    llm = load(NAME, n_ubatch=8, cache_mb=0, wrap_reader=wrap)
     llm.streamed.stream.end = lambda: setattr(made[0], "armed", True)  # the first ubatch is over
     assert raw.decode(llm, PROMPT, 0) == ABORTED
     assert raw.next_position(llm) == 8
-    llm.close()
 
 
 class Watcher(Policy):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import time
 import warnings
 import weakref
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import psutil
 
 from routeahead.config import Settings
+from routeahead.engine.keywords import signature, split
 from routeahead.engine.policies import Policies
-from routeahead.engine.streamed_model import Progress, StreamedModel, WrapReader
+from routeahead.engine.streamed_model import NO_HOOKS, Hooks, Progress, StreamedModel
 from routeahead.errors import ModelError, SettingsError, StreamError
 from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
@@ -28,11 +28,10 @@ from routeahead.telemetry.counters import Counters, Totals, cpu_s
 from routeahead.telemetry.recorder import NOTHING, Outputs
 from routeahead.types import Phase
 
-# What `llama_cpp.Llama` takes: other keywords are misspelt.
-_LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {
-    "self",
-    "kwargs",
-}
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from routeahead.engine.arguments import Arguments
 
 
 def physical_cores() -> int:
@@ -47,15 +46,23 @@ def _phase(rows: int, position: int) -> Phase:
 
 
 class Llama(llama_cpp.Llama):
-    """Takes everything that `llama_cpp.Llama` takes, and the streaming settings.
+    """A `llama_cpp.Llama` that leaves the experts on disk and reads them as tokens route to them.
+
+        llm = Llama("model.gguf", n_ctx=4096, cache_mb=4000)
 
     Whatever accepts a llama-cpp-python model accepts this one. One thread may use it at a time.
+
+    Usually set are `cache_mb` (memory for experts, in MiB; "auto" takes what is free), `n_ctx`,
+    `n_threads` and `io_threads` (threads that read). Further keywords are the fields of
+    `routeahead.Settings`, and what `llama_cpp.Llama` takes, with its defaults but for `verbose`,
+    which is off, and `n_threads`, which is the number of cores. `use_mmap`, `use_mlock` and, on a
+    build without a GPU, `n_gpu_layers` have no effect. A model without experts is loaded whole.
 
     Attributes:
         settings: the streaming settings, validated.
         layout: where the model's tensors lie.
-        streamed: the streaming parts; None where the model is resident.
-        counters: what has been counted since the load.
+        streamed: the streaming parts; None if the model is resident.
+        counters: what has been counted since the load, of all batches that came through this class.
         phase: what the next batch is; None lets its size tell, which is right unless a prompt's
             last row comes alone. `generate` declares it, and direct callers of `eval` may.
     """
@@ -66,30 +73,31 @@ class Llama(llama_cpp.Llama):
         self,
         model_path: str | os.PathLike[str],
         *,
-        wrap_reader: WrapReader | None = None,
-        poison: bool = False,
+        policies: Sequence[Policy] = (),
+        outputs: Outputs = NOTHING,
         progress: Progress | None = None,
         cap_context: bool = False,
-        outputs: Outputs = NOTHING,
-        policies: Sequence[Policy] = (),
-        **arguments: Any,
+        _hooks: Hooks = NO_HOOKS,
+        **arguments: Unpack[Arguments],
     ) -> None:
         """
+        Loads a model.
+
         Args:
-            wrap_reader: puts another reader between the lanes and the disk (experiments, tests).
-            poison: makes access to an expert that was not provided a crash (tests).
+            policies: policies of your own, after the built-in ones (docs/policy-api.md).
+            outputs: traces to write.
             progress: called with (bytes, bytes in all) while the dense weights are read.
             cap_context: take `n_ctx` as a wish and the model's trained context as its limit.
-            outputs: traces to write.
-            policies: policies of your own, after the built-in ones (docs/policy-api.md).
-            arguments: fields of `routeahead.Settings`, and what `llama_cpp.Llama` takes.
+            arguments: see the class.
 
         Raises:
+            TypeError: a keyword is unknown.
             ModelError: the file cannot be used.
             SettingsError: settings contradict each other or the cache is too small.
+            StreamError: the model cannot be streamed, and does not fit as a whole.
         """
         started = time.perf_counter()
-        self.settings, llama = Settings.split(arguments, _LLAMA_ARGUMENTS)
+        self.settings, llama = split(arguments)
         self.layout = read_layout(model_path)
         self.counters = Counters()
         self._read_until: tuple[float, int, int] | None = None  # lanes' totals after a batch
@@ -101,8 +109,10 @@ class Llama(llama_cpp.Llama):
             raise SettingsError(
                 "csv, io_trace, route_trace and policies are about streaming: not with resident"
             )
+        if llama.get("vocab_only"):
+            self.settings = Settings(resident=True)  # there are no weights to stream
         if not self.settings.resident:
-            self._prepare(wrap_reader, poison, outputs, policies)
+            self._prepare(outputs, policies, _hooks)
         try:
             self._load(llama, progress)
         except BaseException:
@@ -136,36 +146,28 @@ class Llama(llama_cpp.Llama):
 
     # --- loading ---
 
-    def _prepare(
-        self,
-        wrap_reader: WrapReader | None,
-        poison: bool,
-        outputs: Outputs,
-        policies: Sequence[Policy],
-    ) -> None:
+    def _prepare(self, outputs: Outputs, policies: Sequence[Policy], hooks: Hooks) -> None:
+        """Makes the streaming parts. What cannot be streamed is loaded whole, if it fits."""
         try:
+            if not self.layout.experts:
+                raise StreamError(f"it has no experts ({self.layout.arch})")
             self.streamed = StreamedModel(
-                self.layout,
-                self.settings,
-                wrap_reader=wrap_reader,
-                poison=poison,
-                outputs=outputs,
-                policies=policies,
+                self.layout, self.settings, outputs=outputs, policies=policies, hooks=hooks
             )
         except StreamError as error:
-            # Without the struct layout that streaming needs, the model is loaded whole, if it fits.
             need, free = self.layout.file_bytes, available_bytes()
+            path = self.layout.shards[0].path
             if need > free:
                 raise StreamError(
-                    f"cannot stream ({error}), and {need // MIB} MiB do not fit in the "
+                    f"{path}: cannot stream ({error}), and {need // MIB} MiB do not fit in the "
                     f"{free // MIB} MiB that are free"
                 ) from error
-            warnings.warn(f"cannot stream, so the whole model is loaded: {error}", stacklevel=3)
+            warnings.warn(
+                f"{path}: cannot stream, so the whole model is loaded: {error}", stacklevel=3
+            )
             self.settings = Settings(resident=True)
 
     def _load(self, llama: dict[str, Any], progress: Progress | None) -> None:
-        if llama.get("n_gpu_layers") or llama.get("use_mlock"):
-            raise SettingsError("n_gpu_layers and use_mlock load the experts: leave them out")
         llama.setdefault("verbose", False)
         llama["n_threads"] = llama.get("n_threads") or physical_cores()
         llama["n_threads_batch"] = llama.get("n_threads_batch") or llama["n_threads"]
@@ -358,3 +360,8 @@ class Llama(llama_cpp.Llama):
             super().close()
         if self.streamed:
             self.streamed.close()
+
+
+Llama.__init__.__signature__ = signature(  # type: ignore[attr-defined]
+    Llama.__init__, own=("policies", "outputs", "progress", "cap_context")
+)

@@ -144,8 +144,8 @@ def compiled() -> Any:
     def node_filter(tensor: Any, ask: Any, state_pointer: Any) -> Any:
         state = carray(state_pointer, (STATE_WORDS,), dtype=np.int64)
         if state[FAULT] != 0:
-            # Asked: stop here. Stopped: end the graph, or go on to a node after which llama.cpp asks
-            # `abort_check`: it does not after those that compute nothing.
+            # Asked: stop here. Stopped: end the graph, or go on to a node after which llama.cpp
+            # asks `abort_check`: it does not after those that compute nothing.
             return ask or state[ANNOUNCED] == 0
         words = carray(tensor, (_TENSOR_WORDS,), dtype=np.int64)
         op, first, second = words[_OP_WORD] & 0xFFFFFFFF, words[_NAME_WORD], words[_NAME_WORD + 1]
