@@ -33,8 +33,11 @@ DENSE = models.Spec(
 @pytest.mark.parametrize(
     ("keywords", "named"),
     [
-        ({"n_gpu_layers": -1}, "ignored: n_gpu_layers:"),
-        ({"use_mlock": True, "n_gpu_layers": 99}, "ignored: n_gpu_layers and use_mlock:"),
+        (
+            {"n_gpu_layers": -1},
+            r"^ignored: n_gpu_layers \(this llama.cpp was built without a GPU\)$",
+        ),
+        ({"use_mlock": True, "n_gpu_layers": 99}, r"ignored: n_gpu_layers .*, use_mlock \("),
     ],
 )
 def test_what_has_no_effect_is_ignored(

@@ -20,6 +20,12 @@ LLAMA_ARGUMENTS = frozenset(_ORIGINAL) - {"self", "kwargs"}
 # What llama-cpp-python took once and now ignores, but its own server and LangChain still pass.
 _OBSOLETE = frozenset({"f16_kv", "mul_mat_q", "n_parts", "rpc_servers"})
 
+# Set by examples and by llama_cpp.server, to be fast.
+_IGNORED = {
+    "n_gpu_layers": "this llama.cpp was built without a GPU",
+    "use_mlock": "experts come and go",
+}
+
 _SET_MOST = ("cache_mb", "n_ctx", "n_threads", "io_threads")
 
 
@@ -37,13 +43,9 @@ def split(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
             f"n_gpu_layers is {llama['n_gpu_layers']}: experts are streamed into RAM and not to a "
             "GPU: leave it out"
         )
-    ignored = [name for name in ("n_gpu_layers", "use_mlock") if llama.pop(name, None)]
+    ignored = [f"{name} ({why})" for name, why in _IGNORED.items() if llama.pop(name, None)]
     if ignored:
-        warnings.warn(
-            f"ignored: {' and '.join(ignored)}: this llama.cpp was built without a GPU, and memory "
-            "for experts is not locked",
-            stacklevel=3,
-        )
+        warnings.warn(f"ignored: {', '.join(ignored)}", stacklevel=3)
     return settings, llama
 
 
