@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from routeahead.config import Settings
@@ -22,8 +21,10 @@ from routeahead.routing.policy import Model, Policy, Routing
 
 if TYPE_CHECKING:
     from routeahead.engine.llama import Llama
+    from routeahead.telemetry.frame import read_trace
 
-__version__ = version("routeahead")
+    __version__: str
+
 __all__ = [
     "Llama",
     "Model",
@@ -36,6 +37,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "StreamError",
+    "read_trace",
 ]
 
 # OpenMP's idle threads spin, and starve the lanes where cores are few. libgomp reads this when it
@@ -44,9 +46,17 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports llama.cpp only when it is needed: replaying a trace does not."""
+    """Imports what takes long only when it is needed: replaying a trace needs no llama.cpp."""
     if name == "Llama":
         from routeahead.engine.llama import Llama
 
         return Llama
+    if name == "read_trace":
+        from routeahead.telemetry.frame import read_trace
+
+        return read_trace
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("routeahead")
     raise AttributeError(f"module 'routeahead' has no attribute {name!r}")
