@@ -42,9 +42,7 @@ def test_a_csv_is_plain_text(tmp_path: Path) -> None:
     table.add([[1, 2], ["demand", "early"], [0.5, float("nan")]])
     table.close()
     assert path.read_text(encoding="utf-8") == (
-        "step,kind,weight,facts\n"
-        '1,demand,0.5,"{""model"": ""m, # with \\u00e9""}"\n'
-        "2,early,nan,\n"
+        'step,kind,weight,facts\n1,demand,0.5,"{""model"": ""m, # with \\u00e9""}"\n2,early,nan,\n'
     )
 
 

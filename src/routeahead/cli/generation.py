@@ -187,11 +187,12 @@ def read_grammar(llm: Llama, grammar: Path | None, schema: Path | None) -> Any:
         )
     except Exception as error:  # of the disk, of JSON, of the schema's translation
         raise SettingsError(f"{path}: cannot be used: {error}") from None
-    with native_log.errors() as reasons:
+    with native_log.errors() as logged, native_log.printed() as printed:
         vocabulary = llama_cpp.llama_model_get_vocab(llm.model)
         source, root = made._grammar.encode(), made._root.encode()
         sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, source, root)
     if not sampler:  # llama-cpp-python would use it all the same, and crash
+        reasons = [line for line in (*printed, *logged) if line]
         why = f": {reasons[0]}" if reasons else ""
         raise SettingsError(f"{path}: llama.cpp does not understand this grammar{why}")
     llama_cpp.llama_sampler_free(sampler)

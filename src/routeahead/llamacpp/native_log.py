@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
+import sys
+import tempfile
 from collections.abc import Iterator
 
 import llama_cpp
@@ -30,3 +33,21 @@ def errors() -> Iterator[list[str]]:
         yield lines
     finally:
         llama_cpp.llama_log_set(llama_log_callback, ctypes.c_void_p(0))
+
+
+@contextlib.contextmanager
+def printed() -> Iterator[list[str]]:
+    """Collects the lines that native code prints to stderr in the `with` block, as its parser of
+    grammars does; they are there when the block has ended."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            caught.seek(0)
+            lines += caught.read().decode(errors="replace").splitlines()
