@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -90,10 +90,14 @@ def as_settings(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         SettingsError: the cache's size is none.
     """
-    return values | {
-        "cache_mb": cache_size(values["cache_mb"]),
-        "policy": tuple(values["policy"]),
+    # Not every Typer makes a path of a text before the command is called.
+    paths = {
+        name: Path(value)
+        for name, kind in types_of(Settings).items()
+        if Path in get_args(kind) and isinstance(value := values[name], str)
     }
+    sizes = {"cache_mb": cache_size(values["cache_mb"]), "policy": tuple(values["policy"])}
+    return values | paths | sizes
 
 
 def _setting_parameters() -> list[inspect.Parameter]:
