@@ -232,7 +232,7 @@ def test_a_forgotten_model_is_said(command: Command) -> None:
 
 def test_one_token_has_no_figures_of_a_decode(command: Command) -> None:
     done = command("run", DEFAULT_MODEL, "-p", SUM, "-n", 1)
-    assert "output 1 token;" in done.stderr and "tok/s)" in done.stderr
+    assert "output 1 token\n" in done.stderr and "tok/s)" in done.stderr
     assert "0 tokens" not in done.stderr and "moe-token" not in done.stderr
     for word in ("load ", "total ", "peak "):
         assert word in done.stderr

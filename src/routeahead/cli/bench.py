@@ -90,8 +90,8 @@ def bench(
     Exit status 1 if a run failed, 130 if interrupted; what was measured is shown all the same.
 
     \b
-    routeahead bench model.gguf --cell "none:--cache-mb 0" --cell "2g:--cache-mb 2G" --passes 10
-    routeahead bench model.gguf --cells cells.txt --memory-limit 4G --json bench.json
+    routeahead bench model.gguf --cell "a:--cache-mb 0" --cell "b:--cache-mb 2G"
+    routeahead bench model.gguf --cells cells.txt --passes 10 --json bench.json
     """
     path = options.model_path(model)
     if as_json:

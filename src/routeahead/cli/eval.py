@@ -105,7 +105,7 @@ def evaluate(
 
     \b
     routeahead eval model.gguf --text text.txt --setting "half:--cache-mb {50%}"
-    routeahead eval model.gguf --prompts asked.jsonl --settings settings.txt --json eval.json
+    routeahead eval model.gguf --prompts asked.jsonl --settings settings.txt
     """
     path = options.model_path(model)
     shards = [("a file of the model", shard) for shard in shard_paths(path)]

@@ -92,7 +92,7 @@ def replay(
     \b
     routeahead run model.gguf -p "Hello" --route-trace routes.csv
     routeahead replay routes.csv --cache-mb 2000
-    routeahead replay routes.csv --cache-mb 2000 --bandwidth 2000 --compute-ms 1.5
+    routeahead replay routes.csv --cache-mb 2G --bandwidth 2000 --compute-ms 1.5
     """
     machine = _machine(
         bandwidth=_scaled(bandwidth, MIB),

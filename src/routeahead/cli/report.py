@@ -78,8 +78,9 @@ def lines(llm: Llama, figures: dict[str, float | int], prompt: int, generated: i
     found = [
         f"{'moe-stream' if source else 'resident'}: "
         f"prompt {prompt} tokens ({figures['prompt_tok_per_s']:.1f} tok/s), "
-        f"output {generated} {'token' if generated == 1 else 'tokens'}{rate}; "
-        f"load {figures['load_s']:.2f} s, total {figures['total_s']:.2f} s, peak {peak} MiB"
+        f"output {generated} {'token' if generated == 1 else 'tokens'}{rate}",
+        f"moe-process: load {figures['load_s']:.2f} s, total {figures['total_s']:.2f} s, "
+        f"peak {peak} MiB",
     ]
     if decode.tokens:
         parts = {name: f"{1e3 * decode.per_token(f'{name}_s'):.1f}" for name in _PARTS}
@@ -97,7 +98,7 @@ def lines(llm: Llama, figures: dict[str, float | int], prompt: int, generated: i
         found.append(
             f"moe-overlap: {'on' if llm.settings.overlap else 'off'}, "
             f"{llm.settings.io_threads} lanes{'' if llm.direct_io else ' (buffered)'}: "
-            f"{io_ms:.1f} ms of lane time a token, at least {hidden:.1f} ms of it hidden"
+            f"{io_ms:.1f} ms of lane time a token, at least {hidden:.1f} ms hidden"
         )
     return [*found, *llm.policies.lines(decode), *_early_lines(source, llm.policies.reads_early)]
 

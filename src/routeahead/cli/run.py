@@ -121,8 +121,8 @@ def run(
     \b
     routeahead run model.gguf -p "Why is the sky blue?"
     routeahead run model.gguf -p "The sky is blue because" --raw -n 64
-    routeahead run model.gguf --cache-mb 4G --prompt-file question.txt --report run.json
-    git diff | routeahead run model.gguf --system "Summarise this change." --temp 0.7
+    routeahead run model.gguf --prompt-file question.txt --report run.json
+    git diff | routeahead run model.gguf --cache-mb 4G --system "Summarise this."
     """
     path = options.model_path(model)
     inputs = {
@@ -220,7 +220,7 @@ def load(
 ) -> Llama:
     """Loads a model, and says meanwhile what it does."""
     if not settings["resident"]:
-        say(lambda: "compiling the node filter (once)")
+        say(lambda: "compiling the node filter, or loading what was compiled")
         with no_collection():
             node_filter.compiled()
     say(lambda: "loading the model")

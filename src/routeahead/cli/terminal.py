@@ -119,7 +119,9 @@ class Column:
 def print_table(heading: str, names: Sequence[str], columns: Sequence[Column]) -> None:
     """Prints a table whose lines are named; columns that do not fit follow in a second table."""
     output = console()
-    for table in tables(heading, names, columns, output.width):
+    for index, table in enumerate(tables(heading, names, columns, output.width)):
+        if index:
+            output.print()
         output.print(table)
 
 
