@@ -27,6 +27,7 @@ from routeahead.llamacpp.placement import Placement
 from routeahead.llamacpp.router_product import check_width
 from routeahead.prediction.ranker import RouterRanker
 from routeahead.routing.policy import Model, Policy, Precision
+from routeahead.telemetry.output_files import check_apart
 from routeahead.telemetry.recorder import NOTHING, Outputs, Recorder
 
 Progress = Callable[[int, int], None]
@@ -72,6 +73,10 @@ class StreamedModel:
         policies: Sequence[Policy] = (),
         hooks: Hooks,
     ) -> None:
+        inputs = [("a file of the model", shard.path) for shard in layout.shards]
+        if settings.replay_routing:
+            inputs.append(("the recorded routing", settings.replay_routing))
+        check_apart(inputs, [path for path in vars(outputs).values() if path])
         self.layout, self._settings, self._outputs = layout, settings, outputs
         self._given = policies
         self._top_k = settings.n_expert_used or layout.n_expert_used
