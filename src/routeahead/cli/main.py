@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from routeahead.cli import terminal
-from routeahead.cli.collector import no_collection
+from routeahead.cli.collector import no_collection, no_collection_at_exit
 from routeahead.errors import RouteAheadError
 
 # Verb → its module here and the function in it.
@@ -92,6 +92,7 @@ def _quiet_interrupt(dropped: Any) -> None:
 def main() -> None:
     """Entry point. Exit status 1 for what the user can mend, 2 for a wrong command line."""
     terminal.use_utf8()
+    no_collection_at_exit()
     warnings.showwarning = _show_warning
     sys.unraisablehook = _quiet_interrupt
     try:
