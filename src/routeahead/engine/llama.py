@@ -92,7 +92,7 @@ class Llama(llama_cpp.Llama):
         self._read_until: tuple[float, int, int] | None = None  # lanes' totals after a batch
         self._starved = Starved()
         self.phase: Phase = "prefill"
-        self._decoding = False
+        self._decoding = self._void = False
         trained = self.layout.value("context_length")
         if cap_context and trained:
             llama["n_ctx"] = min(llama.get("n_ctx") or int(trained), int(trained))
@@ -226,6 +226,8 @@ class Llama(llama_cpp.Llama):
                 f"the prompt has {len(tokens)} tokens and the context {self.room}: "
                 "shorten the prompt or raise n_ctx (-c)"
             )
+        if self._void:
+            self._undo()
         inner = super().generate(tokens, *args, **kwargs)
         sent: Sequence[int] | None = None
         while True:
@@ -246,7 +248,12 @@ class Llama(llama_cpp.Llama):
 
     def eval(self, tokens: Sequence[int]) -> None:
         """As `llama_cpp.Llama.eval`."""
-        self._turns.call(super().eval, tokens)
+        self._turns.call(self._eval, tokens)
+
+    def _eval(self, tokens: Sequence[int]) -> None:
+        if self._void:
+            self._undo()
+        super().eval(tokens)
 
     def sample(self, *args: Any, **kwargs: Any) -> int:
         """As `llama_cpp.Llama.sample`."""
@@ -294,6 +301,9 @@ class Llama(llama_cpp.Llama):
         phase, streamed, before = self.phase, self.streamed, self._reading()
         if self._read_until:  # a guess may have been read since the last batch: it counts here
             before.io_s, before.bytes_read, before.reads = self._read_until
+        # A second interrupt may cut `_undo` short, or hit before its first line: then it is done
+        # before anything else is evaluated, and until then no logits count.
+        self._void = self._requires_eval = True
         try:
             if streamed:
                 streamed.adjust()
@@ -303,6 +313,7 @@ class Llama(llama_cpp.Llama):
             if streamed:
                 streamed.callback.check()
                 streamed.stream.end()
+            self._void = False
         except BaseException:
             self._undo()
             raise
@@ -318,13 +329,13 @@ class Llama(llama_cpp.Llama):
 
     def _undo(self) -> None:
         """After a failed batch: back to the state before it."""
-        self._requires_eval = True
         if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
             # Recurrent state cannot be cut: start over.
             self._ctx.kv_cache_clear()  # type: ignore[no-untyped-call]
             self.n_tokens = 0
         if self.streamed:
             self.streamed.stream.recover()
+        self._void = False
 
     def _reading(self) -> Totals:
         """The running totals of everything that a step adds to."""
