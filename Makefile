@@ -47,7 +47,7 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 test-slow: $(VENV)/installed
-	$(PYTEST) -m slow --timeout 0
+	$(PYTEST) -m slow --timeout 0 -n $(TEST_WORKERS) --dist loadgroup
 
 # Everything that docs/measurements.md says, measured anew here (half an hour; what is in build/ already
 # is not measured again).

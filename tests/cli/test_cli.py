@@ -13,27 +13,22 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
+from support.commands import Command, Done
 from support.library import Library
 
-from routeahead.cli.main import main
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.models import DEFAULT_MODEL
 
 EMBEDDED = read_layout(DEFAULT_MODEL)
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 COMMAND = [sys.executable, "-m", "routeahead.cli.main"]
 
 
-Done = subprocess.CompletedProcess[str]
-Command = Callable[..., Done]
 Reporting = Callable[..., tuple[dict[str, Any], str]]
 
 
@@ -42,29 +37,6 @@ def process(*arguments: object) -> Done:
     return subprocess.run(
         [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
     )
-
-
-@pytest.fixture
-def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """The command in this process: its entry point, from the arguments to the exit status."""
-
-    def call(*arguments: object) -> Done:
-        line = ["routeahead", *map(str, arguments)]
-        with monkeypatch.context() as changed:
-            changed.setattr(sys, "argv", line)
-            changed.setattr(sys, "unraisablehook", sys.unraisablehook)  # `main` sets these two
-            changed.setattr(warnings, "showwarning", warnings.showwarning)
-            capfd.readouterr()
-            handlers = {one: signal.getsignal(one) for one in SIGNALS}
-            try:
-                with pytest.raises(SystemExit) as ended:
-                    main()
-            finally:
-                for one, handler in handlers.items():
-                    signal.signal(one, handler)
-        return subprocess.CompletedProcess(line, ended.value.code, *capfd.readouterr())
-
-    return call
 
 
 def with_report(command: Command, path: Path, *arguments: object) -> tuple[dict[str, Any], str]:
@@ -236,17 +208,6 @@ def renamed_shard(tmp_path: Path, library: Library) -> Path:
     return target
 
 
-def without_experts(tmp_path: Path, library: Library) -> Path:
-    path = tmp_path / "dense.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def with_value(key: str, value: int) -> Callable[[Path, Library], Path]:
     """A model of which one count is another."""
 
@@ -271,7 +232,6 @@ FILES: list[tuple[Callable[[Path, Library], Path], tuple[str, ...]]] = [
     (truncated_header, ("malformed or truncated",)),
     (missing_shard, ("shard missing", "-00002-of-00004")),
     (renamed_shard, ("one of 4 shards",)),
-    (without_experts, ("nothing to", "--resident runs it")),
     (with_value("expert_used_count", 0), ("expert_used_count is 0",)),
     (with_value("expert_used_count", 17), ("expert_used_count is 17", "16 experts")),
     (with_value("expert_count", 0), ("expert_count is 0",)),
