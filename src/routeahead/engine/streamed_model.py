@@ -19,6 +19,7 @@ from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.stream import Stream
 from routeahead.errors import SettingsError
 from routeahead.experts.arena import Arena
+from routeahead.experts.lanes import no_thread
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader, Throttled
 from routeahead.experts.source import ExpertSource, dense_runs, read_dense
@@ -143,7 +144,12 @@ class StreamedModel:
         self._closers.callback(self.recorder.close)
         if self.recorder.io:
             source.lanes.records = self.recorder.io.records
-        policies = self._make_policies(source)
+        try:
+            policies = self._make_policies(source)
+        except RuntimeError as error:  # of `Thread.start`
+            if "thread" not in str(error):
+                raise
+            raise no_thread("predictions") from None
         self._closers.callback(policies.close)
         moe_layers = layout.moe_layers
         hidden = self.callback.router_input(moe_layers) if policies.wants_hidden else None
