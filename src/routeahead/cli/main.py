@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from routeahead import __version__
-from routeahead.cli import bench, eval, inspect, io_report, replay, run
+from routeahead.cli import bench, chat, eval, inspect, io_report, replay, run, serve
 from routeahead.errors import RouteAheadError
 
 app = typer.Typer(
@@ -21,6 +21,8 @@ app = typer.Typer(
     help="Run Mixture-of-Experts GGUF models larger than memory.",
 )
 app.command()(run.run)
+app.command()(chat.chat)
+app.command()(serve.serve)
 app.command()(inspect.inspect)
 app.command()(bench.bench)
 app.command("eval")(eval.evaluate)
