@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -66,7 +66,7 @@ class TokenLogprob:
     """A token, its natural log probability before sampling, and the likeliest alternatives."""
 
     token: str
-    bytes: bytes
+    data: bytes
     logprob: float
     top: Sequence[tuple[str, bytes, float]]
 
@@ -80,7 +80,7 @@ class Piece:
 
 
 class Generation:
-    """An answer being generated: iterate over it; close the iterator to stop.
+    """An answer being generated. Closing the iterator of its pieces stops it.
 
     An empty piece is given after each batch of the prompt, so that its consumer may stop there.
 
@@ -119,10 +119,11 @@ class Generation:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._vocabulary = llama_cpp.llama_model_get_vocab(llm.model)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def pieces(self) -> Generator[Piece, None, None]:
+        """The answer as it comes. To be called once."""
         for _ in self._read_prompt():
             yield Piece("")
-        pending, stop = "", tuple(self._ask.stop)
+        llm, pending, stop = self._llm, "", tuple(self._ask.stop)
         steps = self._steps()
         try:
             for token in steps:
@@ -130,8 +131,9 @@ class Generation:
                     self.finish = "stop"
                     break
                 logprob = self._logprob(token)
+                before = self.tokens[-1] if self.tokens else self._ask.tokens[-1]
                 self.tokens.append(token)
-                pending += self._decoder.decode(self._bytes(token))
+                pending += self._decoder.decode(llm.detokenize([token], prev_tokens=[before]))
                 found = [(at, text) for text in stop if (at := pending.find(text)) >= 0]
                 if found:
                     at, self.stopped_by = min(found)
@@ -151,8 +153,8 @@ class Generation:
     def _read_prompt(self) -> Iterator[None]:
         """Evaluates all of the prompt but its last batch, batch by batch.
 
-        Each call evaluates what the context lacks of a longer beginning of the prompt; the token that
-        it samples is dropped.
+        Each call evaluates what the context lacks of a longer beginning of the prompt; the token
+        that it samples is dropped.
         """
         llm, tokens = self._llm, self._ask.tokens
         for end in range(self.cached_tokens + llm.n_batch, self.prompt_tokens, llm.n_batch):
@@ -177,9 +179,6 @@ class Generation:
             logits_processor=_bias(sampling.logit_bias, self._llm.n_vocab()),
             grammar=self._ask.grammar,
         )
-
-    def _bytes(self, token: int) -> bytes:
-        return self._llm.detokenize([token], prev_tokens=self._ask.tokens[-1:])
 
     def _logprob(self, token: int) -> TokenLogprob | None:
         if self._ask.logprobs is None:

@@ -1,12 +1,13 @@
 """Tools: how a model is told of them, and how its calls are read.
 
-A call is a JSON object with `name` and `arguments` between `<tool_call>` and `</tool_call>`, the form
-that Qwen's and Hermes' models are trained on. A call that the client demands is held to its schema by a
-grammar, whatever the model.
+A call is a JSON object with `name` and `arguments` between `<tool_call>` and `</tool_call>`, the
+form that Qwen's and Hermes' models are trained on. A call that the client demands is held to its
+schema by a grammar, whatever the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -38,10 +39,8 @@ def as_call(function: Mapping[str, Any]) -> dict[str, Any]:
     """Name and arguments of a call, the latter as an object if they are one."""
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError):  # else a template gets what the client had sent
             arguments = json.loads(arguments)
-        except ValueError:
-            pass  # a template gets what the client had sent
     return {"name": function["name"], "arguments": arguments}
 
 

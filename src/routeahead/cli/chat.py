@@ -16,7 +16,7 @@ from routeahead.chat.generation import Ask, Generation, Sampling
 from routeahead.chat.segments import Segments
 from routeahead.chat.template import ChatTemplate
 from routeahead.cli import options
-from routeahead.cli.run import load
+from routeahead.cli.open_model import open_model
 from routeahead.engine.llama import Llama
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import MIB
@@ -75,7 +75,7 @@ def chat(
     **settings: Any,
 ) -> None:
     """Talk with a model: a message a line, /help for what else there is."""
-    llm = load(model, settings, context=context, threads=threads)
+    llm = open_model(model, settings, context=context, threads=threads)
     try:
         conversation = Conversation(llm, system, n, Sampling(temperature=temp, seed=seed), think)
         if sys.stdin.isatty():
@@ -106,7 +106,7 @@ class Conversation:
     ) -> None:
         self._llm, self._limit, self.sampling = llm, limit, sampling
         self._template = ChatTemplate(llm)
-        self._variables = {} if think else {"enable_thinking": False}
+        self._variables: dict[str, Any] = {} if think else {"enable_thinking": False}
         self._out = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._notes = Console(
             stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True
@@ -135,10 +135,8 @@ class Conversation:
         prompt = self._template.prompt(asked, **self._variables)
         generation = Generation(self._llm, Ask(prompt.tokens, self.sampling, self._limit))
         before = replace(self._llm.counters.decode)
-        segments = Segments(
-            reasoning=self._template.reasons, calls=False, thinking=prompt.thinking
-        )
-        answer, pieces = "", iter(generation)
+        segments = Segments(reasoning=self._template.reasons, calls=False, thinking=prompt.thinking)
+        answer, pieces = "", generation.pieces()
         try:
             for segment in self._segments(pieces, segments):
                 if segment.kind == "text":

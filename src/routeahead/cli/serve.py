@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from routeahead.cli import options
-from routeahead.cli.run import load
+from routeahead.cli.open_model import open_model
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import MIB
 from routeahead.models import DEFAULT_MODEL
@@ -36,7 +36,7 @@ def serve(
             metavar="KEY",
             show_default=False,
         ),
-    ] = [],  # noqa: B006: typer reads it and nothing changes it
+    ] = [],  # noqa: B006 (typer reads it and nothing changes it)
     queue: Annotated[
         int, typer.Option(min=0, max=10000, help="Requests that may wait; others get status 429.")
     ] = 64,
@@ -81,7 +81,8 @@ def serve(
     listening = bind(host, port, api_key)
     address = f"http://{host if ':' not in host else f'[{host}]'}:{listening.getsockname()[1]}"
     with listening:
-        llm = load(model, settings | {"embedding": embeddings}, context=context, threads=threads)
+        settings["embedding"] = embeddings
+        llm = open_model(model, settings, context=context, threads=threads)
         try:
             serve(
                 llm,

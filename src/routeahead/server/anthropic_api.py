@@ -169,7 +169,12 @@ class Writer:
     def _written(self, event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
         if isinstance(event, Started):
             usage = {**_input(event), "output_tokens": 0}
-            message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+            message: dict[str, Any] = {
+                **self._head,
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+            }
             yield "message_start", {"message": {**message, "usage": usage}}
         elif isinstance(event, Done):
             yield from self._stop_block()

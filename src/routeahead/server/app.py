@@ -151,7 +151,7 @@ async def _answer(
 async def _rest(
     evaluator: Evaluator, job: Job, first: Event, events: AsyncIterator[Event]
 ) -> AsyncIterator[Event]:
-    """All events. The job ends with whoever reads them: Starlette cancels that if the client goes."""
+    """All events. Starlette cancels their reader if the client goes, and that ends the job."""
     try:
         yield first
         async for event in events:
@@ -249,5 +249,3 @@ class _Counted:
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.count(path, status, time.perf_counter() - started)
-
-

@@ -6,7 +6,6 @@ import base64
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-import llama_cpp
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field
 
@@ -53,7 +52,7 @@ def _vector(llm: Llama, text: str, index: int) -> tuple[Any, int]:
     if not 0 < count <= llm.n_batch:
         raise SettingsError(f"input.{index}: has {count} tokens: give 1 to {llm.n_batch}")
     found = np.asarray(llm.embed(text), dtype=np.float32)
-    if llm.pooling_type() == llama_cpp.LLAMA_POOLING_TYPE_NONE:
+    if found.ndim == 2:
         found = found.mean(axis=0)
     length = float(np.linalg.norm(found))
     return (found / length if length else found), count

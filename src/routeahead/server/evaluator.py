@@ -7,8 +7,8 @@ Hand-overs between threads, all under one lock or through the event loop:
 * *That nobody wants it any more*: `Job.cancelled` is set by the loop and read between two events.
 * *What the page and the metrics show*: `Live` replaces whole objects that nobody changes.
 
-The model is made by the thread that makes the evaluator, used by this thread from `start` to the end
-of `close`, and then again by the one that closed it.
+The model is made by the thread that makes the evaluator, used by this thread from `start` to the
+end of `close`, and then again by the one that closed it.
 """
 
 from __future__ import annotations

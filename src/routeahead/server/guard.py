@@ -1,6 +1,6 @@
-"""What every request passes before a route sees it: host, key, size; and headers of every response.
+"""What a request passes before a route sees it: host, key, size; and headers of every response.
 
-The body is read here, whole and within a limit, so that no route waits for a client that sends slowly.
+The body is read here, whole and within a limit, so that no route waits for a slow client.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Guard:
         if self._keys and scope["path"] not in OPEN and not self._known(headers):
             raise ApiError(
                 401,
-                "the API key is missing or wrong: send it as Authorization: Bearer KEY or x-api-key",
+                "the API key is missing or wrong: send Authorization: Bearer KEY or x-api-key",
                 {"WWW-Authenticate": "Bearer"},
             )
 

@@ -93,7 +93,9 @@ def serve(
 class _Server(uvicorn.Server):
     """Ends the evaluation before the connections, so that each response gets an end."""
 
-    def __init__(self, config: uvicorn.Config, evaluator: Evaluator, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, evaluator: Evaluator, ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self._evaluator, self._ready = evaluator, ready
 

@@ -10,6 +10,9 @@ from prometheus_client.registry import Collector
 
 from routeahead.server.live import Snapshot
 
+Latest = Callable[[], Snapshot]
+Load = Callable[[], tuple[int, int]]  # jobs that run, jobs that wait
+
 # Field of `Totals` → name and meaning (telemetry/counters.py defines them).
 _TOTALS = {
     "tokens": ("tokens", "Rows evaluated."),
@@ -28,7 +31,7 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 class Metrics:
     """One server's metrics."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot], load: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, snapshot: Latest, load: Load) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Stream(snapshot, load))
         self._requests = Counter(
@@ -55,7 +58,7 @@ class Metrics:
 class _Stream(Collector):
     """Reads the latest snapshot when it is asked."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot], load: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, snapshot: Latest, load: Load) -> None:
         self._snapshot, self._load = snapshot, load
 
     def collect(self) -> Iterator[Metric]:
@@ -67,7 +70,9 @@ class _Stream(Collector):
             yield family
         for name, value in latest.cache.items():
             unit = "_bytes" if name in ("used", "budget") else ""
-            yield GaugeMetricFamily(f"routeahead_cache_{name}{unit}", f"Cache: {name}.", value=value)
+            yield GaugeMetricFamily(
+                f"routeahead_cache_{name}{unit}", f"Cache: {name}.", value=value
+            )
         running, waiting = self._load()
         yield GaugeMetricFamily("routeahead_running", "Requests being answered.", value=running)
         yield GaugeMetricFamily("routeahead_waiting", "Requests in the queue.", value=waiting)

@@ -141,7 +141,9 @@ def text_of(part: dict[str, Any]) -> str:
         ApiError: it is none.
     """
     if part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise ApiError(400, f"messages: a part of type {part.get('type')!r}: only text is read here")
+        raise ApiError(
+            400, f"messages: a part of type {part.get('type')!r}: only text is read here"
+        )
     return str(part["text"])
 
 
@@ -208,7 +210,9 @@ class Writer:
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """The response that is not streamed."""
         text = {"text": self._echo, "reasoning": ""}
-        calls, logprobs, done = [], [], Done("cut", 0)
+        calls: list[Any] = []
+        logprobs: list[TokenLogprob] = []
+        done = Done("cut", 0)
         for event in events:
             if isinstance(event, Started):
                 self._started = event
@@ -251,7 +255,8 @@ class Writer:
                 elif isinstance(event, Done):
                     yield self._chunk({}, _finish(event))
                     if self._usage:
-                        yield sse({**self._chunk_head(), "choices": [], "usage": self._usage_of(event)})
+                        usage = self._usage_of(event)
+                        yield sse({**self._chunk_head(), "choices": [], "usage": usage})
                 else:
                     yield self._delta(event)
             yield "data: [DONE]\n\n"
@@ -316,12 +321,10 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 def _chat_logprob(one: TokenLogprob) -> dict[str, Any]:
-    top = [
-        {"token": text, "bytes": list(data), "logprob": value} for text, data, value in one.top
-    ]
+    top = [{"token": text, "bytes": list(data), "logprob": value} for text, data, value in one.top]
     return {
         "token": one.token,
-        "bytes": list(one.bytes),
+        "bytes": list(one.data),
         "logprob": one.logprob,
         "top_logprobs": top,
     }

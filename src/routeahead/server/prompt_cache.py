@@ -1,8 +1,8 @@
 """Conversations that outlive the process: the KV state of a context, in files.
 
-A file is llama.cpp's own sequence state, which begins with its tokens. Its name says what it belongs to
-and what is in it: `<model>-<tokens>-<CRC-32>.kv`. The CRC is checked before llama.cpp sees a file,
-because llama.cpp ends the process over a state that was cut short.
+A file is llama.cpp's own sequence state, which begins with its tokens. Its name says what it
+belongs to and what is in it: `<model>-<tokens>-<CRC-32>.kv`. The CRC is checked before llama.cpp
+sees a file, because llama.cpp ends the process over a state that was cut short.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PromptCache:
         self._entries = [e for p in folder.glob(f"{self._key}-*.kv") if (e := _entry(p))]
 
     def restore(self, llm: Llama, tokens: Sequence[int]) -> None:
-        """Loads the state that shares most with a prompt, if that is more than the context holds."""
+        """Loads the state that shares most with a prompt, if the context holds less of it."""
         held = common_prefix(llm, tokens)
         wanted = np.asarray(tokens, dtype=np.int32)
         shared = {e.path: _shared(e.tokens, wanted) for e in self._entries}
@@ -126,7 +126,7 @@ class PromptCache:
             return
         count = ctypes.c_size_t()
         ids = (llama_cpp.llama_token * llm.room)()
-        llm.reset()  # what the context held is gone, whether or not this succeeds
+        llm.reset()  # type: ignore[no-untyped-call]  # what the context held is gone, whether or not this succeeds
         read = llama_cpp.llama_state_seq_load_file(
             llm.ctx, os.fsencode(entry.path), 0, ids, llm.room, ctypes.byref(count)
         )
@@ -163,12 +163,13 @@ class PromptCache:
 def model_key(llm: Llama) -> str:
     """What a state belongs to: the model and all settings that change what it computes.
 
-    A file is told by its size, its metadata and tensors' places, and samples of its bytes: reading all
-    of a large one takes minutes.
+    A file is told by its size, its metadata and tensors' places, and samples of its bytes: reading
+    all of a large one takes minutes.
     """
     found = hashlib.sha256(json.dumps(_lossy(llm), sort_keys=True).encode())
+    kinds = llm.context_params.type_k, llm.context_params.type_v
     for shard in llm.layout.shards:
-        found.update(f"{shard.size} {llm.context_params.type_k} {llm.context_params.type_v}".encode())
+        found.update(f"{shard.size} {kinds}".encode())
         with shard.path.open("rb") as file:
             for part in range(64):
                 file.seek(part * shard.size // 64)
@@ -177,9 +178,10 @@ def model_key(llm: Llama) -> str:
 
 
 # Settings that decide when bytes are read, and not what is computed.
-_EXACT = frozenset(
-    "cache_mb force_cache io_threads overlap dense direct_io throttle throttle_latency_ms resident".split()
-)
+_EXACT = {"cache_mb", "force_cache", "io_threads", "overlap", "dense", "direct_io", "resident"} | {
+    "throttle",
+    "throttle_latency_ms",
+}
 
 
 def _lossy(llm: Llama) -> dict[str, object]:

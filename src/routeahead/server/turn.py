@@ -136,7 +136,7 @@ class Turns:
 
 
 def _deltas(generation: Generation, segments: Segments) -> Iterator[Event | None]:
-    for piece in generation:
+    for piece in generation.pieces():
         logprobs = [piece.logprob] if piece.logprob else []
         for segment in segments.feed(piece.text):
             yield _event(segment.kind, segment.text, logprobs)
@@ -156,7 +156,7 @@ def _event(kind: Kind, text: str, logprobs: Sequence[TokenLogprob]) -> Event:
 def _demanded(generation: Generation) -> Iterator[Event | None]:
     """The whole answer is one call; what was cut off before it was complete is text."""
     text = ""
-    for piece in generation:
+    for piece in generation.pieces():
         text += piece.text
         yield None
     yield _event("call", text, [])
