@@ -95,7 +95,7 @@ class Generation:
     def __init__(self, llm: Llama, ask: Ask) -> None:
         """
         Raises:
-            SettingsError: the prompt is empty or leaves no room, or the grammar is refused.
+            SettingsError: the prompt is empty or leaves no room, or llama.cpp cannot do the rest.
         """
         self._llm, self._ask = llm, ask
         self.prompt_tokens = len(ask.tokens)
@@ -111,6 +111,7 @@ class Generation:
             raise SettingsError(f"the prompt: {strange[0]} is not one of {llm.n_vocab()} token ids")
         if ask.grammar:
             check_grammar(ask.grammar, llm.model)
+        self._bias = _bias(ask.sampling.logit_bias, llm.n_vocab())
         self._limit = room if ask.limit is None else min(ask.limit, room)
         self.cached_tokens = min(common_prefix(llm, ask.tokens), self.prompt_tokens - 1)
         self.tokens: list[int] = []
@@ -176,7 +177,7 @@ class Generation:
             repeat_penalty=sampling.repeat_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            logits_processor=_bias(sampling.logit_bias, self._llm.n_vocab()),
+            logits_processor=self._bias,
             grammar=self._ask.grammar,
         )
 

@@ -22,6 +22,8 @@ CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 # A schema that asks for more repetitions makes a grammar of as many rules, and a slow one.
 MAX_REPEAT = 1000
 MAX_GRAMMAR = 1 << 20  # characters
+# The converter's rule for a character of a string admits line ends, which JSON does not.
+_ANY_CHARACTER, _JSON_CHARACTER = 'char ::= [^"\\\\] |', 'char ::= [^"\\\\\\x7F\\x00-\\x1F] |'
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 
 
@@ -60,18 +62,31 @@ def read_call(text: str) -> tuple[str, str] | None:
 
 def schema_of_calls(tools: Sequence[Any]) -> dict[str, Any]:
     """The JSON schema of a call of one of the tools."""
-    calls = [
-        {
+    calls = {}
+    for index, tool in enumerate(tools):
+        arguments = tool["function"].get("parameters") or {"type": "object"}
+        calls[f"call{index}"] = {
             "type": "object",
             "properties": {
                 "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
+                "arguments": _moved(arguments, f"#/$defs/call{index}/properties/arguments"),
             },
             "required": ["name", "arguments"],
         }
-        for tool in tools
-    ]
-    return calls[0] if len(calls) == 1 else {"oneOf": calls}
+    return {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in calls], "$defs": calls}
+
+
+def _moved(node: Any, root: str) -> Any:
+    """A schema whose references to its own parts begin at `root`, where it is put."""
+    if isinstance(node, Mapping):
+        moved = {key: _moved(value, root) for key, value in node.items()}
+        reference = node.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            moved["$ref"] = root + reference[1:]
+        return moved
+    if isinstance(node, list):
+        return [_moved(value, root) for value in node]
+    return node
 
 
 def grammar_of(schema: Mapping[str, Any]) -> LlamaGrammar:
@@ -90,6 +105,7 @@ def grammar_of(schema: Mapping[str, Any]) -> LlamaGrammar:
     except Exception as error:  # the converter asserts and raises all kinds
         reason = " ".join(str(error).split()) or type(error).__name__
         raise SettingsError(f"schema: cannot be made a grammar: {reason}") from error
+    text = text.replace(_ANY_CHARACTER, _JSON_CHARACTER)
     if len(text) > MAX_GRAMMAR:
         raise SettingsError("schema: it is too large for a grammar")
     return LlamaGrammar.from_string(text)
