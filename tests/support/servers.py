@@ -47,7 +47,8 @@ class Server:
     def _read(self) -> None:
         assert self.process.stderr
         for line in self.process.stderr:
-            self.errors.append(line.rstrip())
+            if line.strip():
+                self.errors.append(line.rstrip())
             if found := re.search(r"serving (http://\S+)", line):
                 self.url = found[1]
                 self._serving.set()
