@@ -138,9 +138,7 @@ def test_an_answer_keeps_to_a_schema(server: Server, kind: str) -> None:
         assert isinstance(found["a"], int) and found["b"] in ("x", "y")
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "add"}}]
-)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_a_demanded_tool_is_called(server: Server, choice: Any) -> None:
     ask = {"tools": [FUNCTION], "tool_choice": choice, "max_tokens": 300}
     done = server.ask(SUM, **ask)["choices"][0]
@@ -316,7 +314,9 @@ def test_the_anthropic_client(server: Server) -> None:
     with client.messages.stream(**ask, extra_body=GREEDY) as stream:
         assert "".join(stream.text_stream) == ANSWER
         assert stream.get_final_message().stop_reason == "end_turn"
-    called = client.messages.create(**ask, extra_body=GREEDY, tools=[TOOL], tool_choice={"type": "any"})
+    called = client.messages.create(
+        **ask, extra_body=GREEDY, tools=[TOOL], tool_choice={"type": "any"}
+    )
     assert called.content[0].name == "add" and called.stop_reason == "tool_use"
     counted = client.messages.count_tokens(model="any", messages=ask["messages"])
     assert counted.input_tokens > 5

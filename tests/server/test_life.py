@@ -99,9 +99,7 @@ def test_sigterm_cuts_an_answer_and_leaves_whole_files(tmp_path: Path) -> None:
             lines = running.iter_lines()
             next(lines)
             waiting: list[httpx.Response] = []
-            thread = threading.Thread(
-                target=lambda: waiting.append(server.post(CHAT, **QUESTION))
-            )
+            thread = threading.Thread(target=lambda: waiting.append(server.post(CHAT, **QUESTION)))
             thread.start()
             until(lambda: load(server) == (1, 1))
             server.process.send_signal(signal.SIGTERM)

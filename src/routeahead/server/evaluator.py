@@ -109,7 +109,7 @@ class Evaluator:
                 after = math.ceil(waiting * self._mean_s)
                 raise ApiError(
                     429,
-                    f"{waiting} requests are waiting already: try again in {after} s",
+                    f"{len(self._waiting)} requests are waiting already: try again in {after} s",
                     headers={"Retry-After": str(after)},
                 )
             self._waiting.append(job)

@@ -1,8 +1,9 @@
 """Conversations that outlive the process: the KV state of a context, in files.
 
-A file is llama.cpp's own sequence state, which begins with its tokens. Its name says what it
-belongs to and what is in it: `<model>-<tokens>-<CRC-32>.kv`. The CRC is checked before llama.cpp
-sees a file, because llama.cpp ends the process over a state that was cut short.
+A file is llama.cpp's own state of a context, which begins with its tokens. (That of a sequence
+lacks what lies outside of a sliding window, and a conversation that is cut back needs it.) Its name
+says what it belongs to and what is in it: `<model>-<tokens>-<CRC-32>.kv`. The CRC is checked before
+llama.cpp sees a file, because llama.cpp ends the process over a state that was cut short.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ _log = logging.getLogger(__name__)
 class _Entry:
     path: Path
     tokens: Ids
-    size: int
 
 
 class PromptCache:
@@ -64,6 +64,7 @@ class PromptCache:
 
     def restore(self, llm: Llama, tokens: Sequence[int]) -> None:
         """Loads the state that shares most with a prompt, if the context holds less of it."""
+        _drop_what_lost_its_window(llm, tokens)
         held = common_prefix(llm, tokens)
         wanted = np.asarray(tokens, dtype=np.int32)
         shared = {e.path: _shared(e.tokens, wanted) for e in self._entries}
@@ -73,6 +74,7 @@ class PromptCache:
             self._save_quietly(llm)
         if best and found and len(best.tokens) < llm.room:
             self._load(llm, best)
+            _drop_what_lost_its_window(llm, tokens)
 
     def save(self, llm: Llama) -> None:
         """Writes the context's state, unless it is short or written already.
@@ -85,7 +87,10 @@ class PromptCache:
             return
         if any(_shared(e.tokens, tokens) == len(tokens) for e in self._entries):
             return
-        size = int(llama_cpp.llama_state_seq_get_size(llm.ctx, 0)) + tokens.nbytes + _HEADER.size
+        # Rows behind the last token are of answers that were cut; the next batch would remove them.
+        memory = llama_cpp.llama_get_memory(llm.ctx)
+        llama_cpp.llama_memory_seq_rm(memory, -1, len(tokens), -1)
+        size = int(llama_cpp.llama_state_get_size(llm.ctx)) + tokens.nbytes + _HEADER.size
         if size > self._limit:
             return
         self._make_room(size)
@@ -94,10 +99,9 @@ class PromptCache:
         try:
             os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))
             ids = (llama_cpp.llama_token * len(tokens))(*tokens.tolist())
-            written = llama_cpp.llama_state_seq_save_file(
-                llm.ctx, os.fsencode(temporary), 0, ids, len(tokens)
-            )
-            if not written or temporary.stat().st_size != written:
+            file = os.fsencode(temporary)
+            done = llama_cpp.llama_state_save_file(llm.ctx, file, ids, len(tokens))
+            if not done or temporary.stat().st_size != size:
                 raise OSError(f"{self._folder}: writing the state of a conversation failed")
             path = self._folder / f"{self._key}-{name}-{_crc(temporary, sync=True):08x}.kv"
             temporary.replace(path)
@@ -106,7 +110,7 @@ class PromptCache:
             raise
         for entry in [e for e in self._entries if _shared(e.tokens, tokens) == len(e.tokens)]:
             self._drop(entry)  # an earlier turn of the same conversation
-        self._entries.append(_Entry(path, tokens, written))
+        self._entries.append(_Entry(path, tokens))
 
     def _save_quietly(self, llm: Llama) -> None:
         try:
@@ -126,12 +130,12 @@ class PromptCache:
             return
         count = ctypes.c_size_t()
         ids = (llama_cpp.llama_token * llm.room)()
-        llm.reset()  # type: ignore[no-untyped-call]  # what the context held is gone, whether or not this succeeds
-        read = llama_cpp.llama_state_seq_load_file(
-            llm.ctx, os.fsencode(entry.path), 0, ids, llm.room, ctypes.byref(count)
+        _clear(llm)
+        read = llama_cpp.llama_state_load_file(
+            llm.ctx, os.fsencode(entry.path), ids, llm.room, ctypes.byref(count)
         )
         if not read or count.value != len(entry.tokens):
-            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm.ctx), True)
+            _clear(llm)
             self._drop(entry)
             return
         llm.input_ids[: count.value] = entry.tokens
@@ -177,6 +181,24 @@ def model_key(llm: Llama) -> str:
     return found.hexdigest()[:16]
 
 
+def _clear(llm: Llama) -> None:
+    llm.reset()  # type: ignore[no-untyped-call]
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm.ctx), True)
+
+
+def _drop_what_lost_its_window(llm: Llama, tokens: Sequence[int]) -> None:
+    """Clears the context if the prompt cuts it back to where a sliding window is incomplete.
+
+    A context that was loaded puts new tokens where those outside of the window were.
+    """
+    window = llama_cpp.llama_model_n_swa(llm.model)
+    held = min(common_prefix(llm, tokens), len(tokens) - 1)
+    if window and 0 < held < llm.n_tokens:
+        memory = llama_cpp.llama_get_memory(llm.ctx)
+        if llama_cpp.llama_memory_seq_pos_min(memory, 0) > max(0, held - window):
+            _clear(llm)
+
+
 # Settings that decide when bytes are read, and not what is computed.
 _EXACT = {"cache_mb", "force_cache", "io_threads", "overlap", "dense", "direct_io", "resident"} | {
     "throttle",
@@ -197,7 +219,7 @@ def _entry(path: Path) -> _Entry | None:
             if _HEADER.size + 4 * count > size:
                 return None
             tokens = np.frombuffer(file.read(4 * count), dtype="<i4")
-            return _Entry(path, tokens, size)
+            return _Entry(path, tokens)
     except (OSError, struct.error):
         return None
 
