@@ -49,7 +49,7 @@ class Ask:
         tokens: the prompt's ids.
         limit: tokens at most; None for what the context holds.
         stop: texts that end the answer and are no part of it.
-        grammar: what the answer has to satisfy.
+        grammar: what the answer has to satisfy, in GBNF.
         logprobs: how many alternatives to report of each token; None for no probabilities.
     """
 
@@ -57,7 +57,7 @@ class Ask:
     sampling: Sampling = Sampling()
     limit: int | None = None
     stop: Sequence[str] = ()
-    grammar: LlamaGrammar | None = None
+    grammar: str | None = None
     logprobs: int | None = None
 
 
@@ -178,7 +178,7 @@ class Generation:
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             logits_processor=self._bias,
-            grammar=self._ask.grammar,
+            grammar=LlamaGrammar.from_string(self._ask.grammar) if self._ask.grammar else None,
         )
 
     def _logprob(self, token: int) -> TokenLogprob | None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llama_cpp
-from llama_cpp.llama_grammar import LlamaGrammar, json_schema_to_gbnf
+from llama_cpp.llama_grammar import json_schema_to_gbnf
 
 from routeahead.errors import SettingsError
 
@@ -89,15 +89,15 @@ def _moved(node: Any, root: str) -> Any:
     return node
 
 
-def grammar_of(schema: Mapping[str, Any]) -> LlamaGrammar:
-    """The grammar that admits what a JSON schema admits.
+def grammar_of(schema: Mapping[str, Any]) -> str:
+    """The grammar (GBNF) that admits what a JSON schema admits.
 
     Raises:
         SettingsError: the schema is malformed, too large, or uses what grammars cannot say.
     """
     try:
         _check_counts(schema)
-        text = json_schema_to_gbnf(json.dumps(schema))
+        text: str = json_schema_to_gbnf(json.dumps(schema))
     except SettingsError:
         raise
     except RecursionError:
@@ -108,17 +108,17 @@ def grammar_of(schema: Mapping[str, Any]) -> LlamaGrammar:
     text = text.replace(_ANY_CHARACTER, _JSON_CHARACTER)
     if len(text) > MAX_GRAMMAR:
         raise SettingsError("schema: it is too large for a grammar")
-    return LlamaGrammar.from_string(text)
+    return text
 
 
-def check_grammar(grammar: LlamaGrammar, model: Any) -> None:
+def check_grammar(grammar: str, model: Any) -> None:
     """Has llama.cpp parse it: a sampler without a grammar ends the process.
 
     Raises:
         SettingsError: llama.cpp refuses the grammar.
     """
     vocabulary = llama_cpp.llama_model_get_vocab(model)
-    sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, grammar._grammar.encode(), b"root")
+    sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, grammar.encode(), b"root")
     if not sampler:
         raise SettingsError("schema: llama.cpp refuses the grammar made of it")
     llama_cpp.llama_sampler_free(sampler)

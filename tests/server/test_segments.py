@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("llama_cpp")
-
 from routeahead.chat.segments import Segments, withheld
 from routeahead.chat.tools import read_call
 
