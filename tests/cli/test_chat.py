@@ -164,7 +164,7 @@ def test_a_model_that_reasons(library: Library) -> None:
         made = ChatTemplate(llm)
         asked = [{"role": "user", "content": "a"}]
         assert made.reasons and made.prompt(asked).thinking
-        quiet = made.prompt(asked, enable_thinking=False)
+        quiet = made.prompt(asked, variables={"enable_thinking": False})
         assert not quiet.thinking and quiet.tokens != made.prompt(asked).tokens
     finally:
         llm.close()

@@ -216,6 +216,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice: demands a tool"),
     (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format: "),
     (TEXT, {"prompt": ""}, "the prompt is empty"),
+    (CHAT, {"messages": USER, "chat_template_kwargs": {"messages": []}}, "template refuses them"),
+    (TEXT, {"prompt": [1 << 40]}, "is not one of 4096 token ids"),
     (TEXT, {"prompt": [-1]}, "-1 is not one of 4096 token ids"),
     (TEXT, {"prompt": ["a", "b"]}, "prompt: send one request for each"),
     (MESSAGES, {"messages": USER}, "max_tokens: Field required"),
@@ -228,12 +230,18 @@ SCHEMAS: list[tuple[Any, str]] = [
     ({"type": "string", "maxLength": 10**9}, "maxLength is 1000000000: give at most 1000"),
     ({"type": "string", "pattern": "^a{1,99999}$"}, "a pattern repeats more than 1000 times"),
 ]
+deep: Any = {"type": "string"}
+for _ in range(900):
+    deep = {"type": "array", "items": deep}
+nested = {"type": "function", "function": {"name": "f", "parameters": deep}}
+asked = {"messages": USER, "tools": [nested], "tool_choice": "required"}
+BAD.append((CHAT, asked, "nested too deeply"))
 for schema, why in SCHEMAS:
     asked = {"type": "json_schema", "json_schema": {"schema": schema}}
     BAD.append((CHAT, {"messages": USER, "response_format": asked}, why))
 
 
-@pytest.mark.parametrize(("path", "body", "words"), BAD, ids=[words for _, _, words in BAD])
+@pytest.mark.parametrize(("path", "body", "words"), BAD, ids=range(len(BAD)))
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_requests_get_one_clear_line(
     server: Server, path: str, body: dict[str, Any], words: str, stream: bool

@@ -22,7 +22,7 @@ def _idle(server: Server) -> bool:
 def test_eight_clients(tmp_path: Path) -> None:
     with Server(tmp_path, "--cache-mb", 4, "--queue", 6) as server:
         crowd = Crowd(serial(server, questions(12)))
-        press(server, crowd, clients=8, seconds=5)
+        press(server, crowd, clients=8, seconds=3)
         assert not crowd.wrong, crowd.wrong[:5]
         assert crowd.counts["right"] > 10 and crowd.counts["cancelled"] > 0
         # Everything has ended: the last cancelled job too, as soon as it is noticed.

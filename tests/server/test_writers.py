@@ -154,9 +154,9 @@ def test_templates_that_know_tools_and_others(llm: Llama) -> None:
         {"role": "tool", "content": "done"},
     ]
 
-    def text(template: str, **more: Any) -> str:
+    def text(template: str) -> str:
         llm.metadata["tokenizer.chat_template"] = template
-        prompt = ChatTemplate(llm).prompt(asked, [tool], **more)
+        prompt = ChatTemplate(llm).prompt(asked, [tool])
         return llm.detokenize(prompt.tokens, special=True).decode()
 
     plain = text("{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}")

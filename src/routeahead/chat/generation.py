@@ -107,8 +107,6 @@ class Generation:
                 f"the prompt has {self.prompt_tokens} tokens and the context {llm.room}: "
                 "shorten it, or start with a larger context (-c)"
             )
-        if strange := [t for t in ask.tokens if not 0 <= t < llm.n_vocab()]:
-            raise SettingsError(f"the prompt: {strange[0]} is not one of {llm.n_vocab()} token ids")
         if ask.grammar:
             check_grammar(ask.grammar, llm.model)
         self._bias = _bias(ask.sampling.logit_bias, llm.n_vocab())

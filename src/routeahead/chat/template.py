@@ -49,14 +49,17 @@ class ChatTemplate:
         )
 
     def prompt(
-        self, messages: Sequence[Message], tools: Sequence[Any] = (), **template: Any
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The prompt that asks for the next answer.
 
         Args:
             messages: as OpenAI's API has them, with texts as content.
             tools: functions that the model may call, in the same API's form.
-            template: variables of the template, such as `enable_thinking`.
+            variables: of the template, such as `enable_thinking`.
 
         Raises:
             SettingsError: the template refuses the messages, or they are no Unicode.
@@ -65,10 +68,9 @@ class ChatTemplate:
         if tools and plain:
             messages = _with_system(messages, describe(tools))
         prepared = [_written_out(m) if plain else _for_template(m) for m in messages]
-        if tools and not plain:
-            template["tools"] = list(tools)
+        given = {"tools": list(tools)} if tools and not plain else {}
         try:
-            text = self._format(messages=prepared, **template).prompt  # type: ignore[arg-type]
+            text = self._format(messages=prepared, **given, **(variables or {})).prompt  # type: ignore[arg-type]
             data = text.encode("utf-8")
         except UnicodeEncodeError:
             raise SettingsError("messages: a text holds half of a surrogate pair") from None

@@ -24,6 +24,7 @@ MAX_REPEAT = 1000
 MAX_GRAMMAR = 1 << 20  # characters
 # The converter's rule for a character of a string admits line ends, which JSON does not.
 _ANY_CHARACTER, _JSON_CHARACTER = 'char ::= [^"\\\\] |', 'char ::= [^"\\\\\\x7F\\x00-\\x1F] |'
+_TOO_DEEP = "schema: it is nested too deeply"
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 
 
@@ -61,19 +62,28 @@ def read_call(text: str) -> tuple[str, str] | None:
 
 
 def schema_of_calls(tools: Sequence[Any]) -> dict[str, Any]:
-    """The JSON schema of a call of one of the tools."""
-    calls = {}
-    for index, tool in enumerate(tools):
-        arguments = tool["function"].get("parameters") or {"type": "object"}
-        calls[f"call{index}"] = {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "arguments": _moved(arguments, f"#/$defs/call{index}/properties/arguments"),
-            },
-            "required": ["name", "arguments"],
-        }
+    """The JSON schema of a call of one of the tools.
+
+    Raises:
+        SettingsError: the schema of one is nested too deeply.
+    """
+    try:
+        calls = {f"call{index}": _schema(tool, index) for index, tool in enumerate(tools)}
+    except RecursionError:
+        raise SettingsError(_TOO_DEEP) from None
     return {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in calls], "$defs": calls}
+
+
+def _schema(tool: Any, index: int) -> dict[str, Any]:
+    arguments = tool["function"].get("parameters") or {"type": "object"}
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": tool["function"]["name"]},
+            "arguments": _moved(arguments, f"#/$defs/call{index}/properties/arguments"),
+        },
+        "required": ["name", "arguments"],
+    }
 
 
 def _moved(node: Any, root: str) -> Any:
@@ -101,7 +111,7 @@ def grammar_of(schema: Mapping[str, Any]) -> str:
     except SettingsError:
         raise
     except RecursionError:
-        raise SettingsError("schema: it is nested too deeply") from None
+        raise SettingsError(_TOO_DEEP) from None
     except Exception as error:  # the converter asserts and raises all kinds
         reason = " ".join(str(error).split()) or type(error).__name__
         raise SettingsError(f"schema: cannot be made a grammar: {reason}") from error

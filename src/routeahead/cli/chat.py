@@ -132,7 +132,7 @@ class Conversation:
             SettingsError: the conversation does not fit; the message is no part of it then.
         """
         asked = [*self.messages, {"role": "user", "content": message}]
-        prompt = self._template.prompt(asked, **self._variables)
+        prompt = self._template.prompt(asked, variables=self._variables)
         generation = Generation(self._llm, Ask(prompt.tokens, self.sampling, self._limit))
         before = replace(self._llm.counters.decode)
         segments = Segments(reasoning=self._template.reasons, calls=False, thinking=prompt.thinking)

@@ -91,11 +91,11 @@ def _add_openai(app: FastAPI, served: Served) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: openai_api.ChatRequest, request: Request) -> Response:
         writer = openai_api.Writer(served.name, chat=True, usage=body.usage)
-        return await _answer(served, request, body.turn(), writer, bool(body.stream))
+        return await _answer(served, request, _turn(body), writer, bool(body.stream))
 
     @app.post("/v1/completions")
     async def complete(body: openai_api.TextRequest, request: Request) -> Response:
-        turn = body.turn()
+        turn = _turn(body)
         echo = turn.prompt if body.echo and isinstance(turn.prompt, str) else ""
         writer = openai_api.Writer(served.name, chat=False, usage=body.usage, echo=echo)
         return await _answer(served, request, turn, writer, bool(body.stream))
@@ -112,17 +112,24 @@ def _add_anthropic(app: FastAPI, served: Served) -> None:
     @app.post("/v1/messages")
     async def messages(body: anthropic_api.MessagesRequest, request: Request) -> Response:
         writer = anthropic_api.Writer(served.name)
-        return await _answer(served, request, body.turn(), writer, body.stream)
+        return await _answer(served, request, _turn(body), writer, body.stream)
 
     @app.post("/v1/messages/count_tokens")
     async def count(body: anthropic_api.CountRequest, request: Request) -> Response:
-        turn = body.turn()
+        turn = _turn(body)
         job = served.evaluator.submit(lambda llm: served.turns.count(llm, turn))
         (started,) = await _collect(served.evaluator, job, request)
         return JSONResponse({"input_tokens": started.prompt_tokens})
 
 
 # --- a turn, from the request to the response ---
+
+
+def _turn(body: openai_api.Common | anthropic_api.CountRequest) -> Turn:
+    try:
+        return body.turn()
+    except (RecursionError, ValueError):  # pydantic's guard against endless recursion
+        raise ApiError(400, "the request is nested too deeply") from None
 
 
 async def _answer(

@@ -47,6 +47,13 @@ class Common(BaseModel):
         given = {name: getattr(self, name) for name in names}
         return Sampling(**{name: value for name, value in given.items() if value is not None})
 
+    def turn(self) -> Turn:
+        """
+        Raises:
+            ApiError: its fields do not go together.
+        """
+        raise NotImplementedError
+
     def stops(self) -> list[str]:
         return [text for text in self.stop if text]
 
@@ -66,10 +73,6 @@ class TextRequest(Common):
     best_of: Literal[1] | None = None
 
     def turn(self) -> Turn:
-        """
-        Raises:
-            ApiError: there are several prompts.
-        """
         prompt = self.prompt
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
             if len(prompt) > 1:
@@ -161,10 +164,6 @@ class ChatRequest(Common):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def turn(self) -> Turn:
-        """
-        Raises:
-            ApiError: tools and their choice do not go together.
-        """
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or []]
         return Turn(
             self.sampling(),

@@ -120,9 +120,13 @@ class Turns:
 
     def _prompt(self, llm: Llama, turn: Turn) -> tuple[Sequence[int], bool]:
         if turn.messages is not None:
-            prompt = self._template.prompt(turn.messages, turn.tools, **turn.template)
+            prompt = self._template.prompt(turn.messages, turn.tools, turn.template)
             return prompt.tokens, prompt.thinking
         if not isinstance(turn.prompt, str):
+            strange = [token for token in turn.prompt if not 0 <= token < llm.n_vocab()]
+            if strange:
+                what = f"{strange[0]} is not one of {llm.n_vocab()} token ids"
+                raise SettingsError(f"the prompt: {what}")
             return turn.prompt, False
         try:
             data = turn.prompt.encode("utf-8")
