@@ -26,7 +26,7 @@ from typing import Any
 import llama_cpp
 
 from routeahead.cli.options import forced_tokens
-from routeahead.cli.run import DEFAULT_CONTEXT
+from routeahead.cli.open_model import DEFAULT_CONTEXT
 from routeahead.machine.cpus import default_threads
 from routeahead.telemetry.counters import cpu_s, peak_rss_bytes
 

@@ -18,6 +18,8 @@ from routeahead.errors import RouteAheadError
 # Verb → its module here and the function in it.
 _VERBS = {
     "run": ("run", "run"),
+    "chat": ("chat", "chat"),
+    "serve": ("serve", "serve"),
     "inspect": ("inspect", "inspect"),
     "bench": ("bench", "bench"),
     "eval": ("eval", "evaluate"),
