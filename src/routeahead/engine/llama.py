@@ -318,6 +318,9 @@ class Llama(TakingTurns):
         phase, streamed, before = self.phase or "prefill", self.streamed, self._reading()
         if self._read_until:  # a guess may have been read since the last batch: it counts here
             before.io_s, before.bytes_read, before.reads = self._read_until
+        if self._void and streamed:  # not by way of `eval`
+            streamed.callback.forget()
+            streamed.stream.recover()
         # A second interrupt may cut `_undo` short, or arrive before its first line: then it is done
         # before anything else is evaluated, and until then no logits count.
         self._void = self._requires_eval = True

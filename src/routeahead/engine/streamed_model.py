@@ -197,6 +197,7 @@ class StreamedModel:
                 f"{-(-least // MIB)}, or 0 for none, or force it with force_cache"
             )
         # A prompt may take one layer beyond the budget; so may what is read before its layer asks.
+        # Who chooses a size has chosen that, too.
         ahead = settings.route_ahead or settings.prefetch or int(settings.predict_prefetch)
         early = min(ahead, len(layout.moe_layers)) * self._top_k * layout.largest_expert()
         return CacheBudget(
@@ -205,7 +206,7 @@ class StreamedModel:
             whole=layout.expert_bytes,
             token=least,
             floor=max(least, (settings.cache_floor_mb or 0) * MIB),
-            beside=layout.layer_bytes() + early,
+            beside=layout.layer_bytes() + early if size == "auto" else 0,
         )
 
     def adjust(self) -> None:
