@@ -125,7 +125,7 @@ def run(
     path = options.model_path(model)
     inputs = {
         "the prompt": None if prompt_file == STDIN else prompt_file,
-        "the forced tokens": None if forced_tokens.startswith("seed:") else Path(forced_tokens),
+        "the forced tokens": options.tokens_file(forced_tokens),
         "the recorded routing": settings["replay_routing"],
         "the grammar": grammar,
         "the schema": json_schema,
@@ -156,6 +156,7 @@ def run(
             forced=forced,
             stop=[one for one in stop or () if one],
             sampling=sampling,
+            seed=seed,
         )
         _print(generation, llm, report, lambda: options.announce(model))
         if generation.cut_short and not generation.interrupted:
@@ -226,4 +227,4 @@ def _pieces(generation: Generation, llm: Llama) -> Iterator[str]:
 
 def _shown(piece: str) -> str:
     """A terminal shows control characters that a model wrote; a file gets them as they are."""
-    return terminal.visible(piece, keep="\n\t") if sys.stdout.isatty() else piece
+    return terminal.without_controls(piece) if sys.stdout.isatty() else piece
