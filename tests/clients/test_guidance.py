@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import pytest
-
 from support.readers import disk_error
 
 from routeahead import Llama, ReadError

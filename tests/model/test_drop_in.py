@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import subprocess
 import sys
 import warnings
@@ -82,6 +83,15 @@ def test_only_the_vocabulary(library: Library) -> None:
     llm = Llama(library.path(NAME), vocab_only=True)
     assert llm.detokenize(llm.tokenize(b"abc")) == b"abc"
     llm.close()
+
+
+def test_a_pickle_keeps_the_settings(load: Load, library: Library) -> None:
+    """As the plain class's, a pickle is a recipe for loading the model again."""
+    llm = load(NAME, cache_mb=3, force_cache=True, io_threads=4)
+    again = pickle.loads(pickle.dumps(llm))
+    assert again.settings == llm.settings and again.n_ctx() == llm.n_ctx()
+    np.testing.assert_array_equal(evaluate(again, PROMPTS[0]), library.resident(NAME)[0])
+    again.close()
 
 
 # --- what tools see ---

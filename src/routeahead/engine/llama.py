@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Generator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
@@ -353,6 +354,13 @@ class Llama(llama_cpp.Llama):
     def stops(self) -> int:
         """Calls from the graph into Python so far."""
         return self.streamed.callback.calls if self.streamed else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What the constructor needs to load the same model with the same settings elsewhere."""
+        plain = Settings()
+        ours = {f: v for f, v in asdict(self.settings).items() if v != getattr(plain, f)}
+        state = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, **ours}
 
     def close(self) -> None:
         """Frees the context and the model, then stops the lanes."""
