@@ -74,6 +74,8 @@ def test_a_dense_model_is_loaded_whole(tmp_path: Path, monkeypatch: pytest.Monke
     text = plain.create_completion("abc", max_tokens=8, temperature=0)["choices"][0]["text"]
     assert llm.create_completion("abc", max_tokens=8, temperature=0)["choices"][0]["text"] == text
     llm.close()
+    with pytest.raises(StreamError, match=r"no experts \(llama\)\): traces and policies are about"):
+        Llama(path, policies=[routeahead.Policy()])
     monkeypatch.setattr(llama_module, "available_bytes", lambda: 1000)
     with pytest.raises(StreamError, match=r"dense\.gguf: cannot stream .* do not fit in the 0 MiB"):
         Llama(path)
