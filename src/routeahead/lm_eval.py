@@ -187,7 +187,7 @@ class RouteAheadLM(TemplateLM):  # type: ignore[misc]
         if there and llama_cpp.llama_memory_seq_rm(memory, 0, kept, -1):
             llm.n_tokens = kept
             return
-        llm.reset()  # type: ignore[no-untyped-call]
+        llm.reset()
         self._prompt = []  # nothing, if the next line fails
         if prompt:
             llm.eval(prompt)

@@ -102,7 +102,11 @@ def invoke(*arguments: object) -> Result:
 # --- runs ---
 
 
-def test_every_cell_runs_in_every_pass_on_the_same_tokens(model: Path, program: str) -> None:
+def test_every_cell_runs_in_every_pass_on_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, model: Path, program: str
+) -> None:
+    # Long enough for a lane to start on a machine that is busy.
+    monkeypatch.setattr(machine_state, "PROBE_S", 0.2)
     plan = Plan(passes=4, tokens=3, warmup=2, threads=3, seed=7)
     texts = [f"a: SHADE=red {program} --ms 10", f"b: {program} --ms 20"]
     runs = run_cells(model, texts, plan)
@@ -246,7 +250,7 @@ def test_command_refuses_what_it_cannot_do(model: Path, tmp_path: Path) -> None:
     for arguments, message in (
         ([], "nothing to run"),
         (["--cell", "a:", "--cells", tmp_path / "x"], "not both"),
-        (["--cell", "a:", "--json", tmp_path / "none" / "x"], "no such folder"),
+        (["--cell", "a:", "--json", tmp_path / "none" / "x"], "No such file or directory"),
     ):
         result = invoke(model, *arguments)
         assert isinstance(result.exception, SettingsError) and message in str(result.exception)

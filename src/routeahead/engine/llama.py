@@ -8,21 +8,22 @@ import time
 import warnings
 import weakref
 from collections.abc import Generator, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
-import psutil
 
 from routeahead.config import Settings
 from routeahead.engine.keywords import signature, split
 from routeahead.engine.policies import Policies
+from routeahead.engine.starved import Starved
 from routeahead.engine.streamed_model import NO_HOOKS, Hooks, Progress, StreamedModel
-from routeahead.errors import ModelError, SettingsError, StreamError
+from routeahead.engine.turns import TakingTurns
+from routeahead.errors import ModelError, SettingsError, StreamError, UseError
 from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
-from routeahead.llamacpp import native_log
+from routeahead.llamacpp import native_abort, native_log
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.machine.cpus import default_threads
 from routeahead.machine.memory import available_bytes
 from routeahead.routing.policy import Policy
 from routeahead.telemetry.counters import Counters, Totals, cpu_s
@@ -35,23 +36,22 @@ if TYPE_CHECKING:
     from routeahead.engine.arguments import Arguments
 
 
-def physical_cores() -> int:
-    """Cores that this process may use, hyper-threads not counted."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
-
-
 def _phase(rows: int, position: int) -> Phase:
     """What a batch is if nobody says: one row after others is a decode."""
     return "decode" if rows == 1 and position > 0 else "prefill"
 
 
-class Llama(llama_cpp.Llama):
+class Llama(TakingTurns):
     """A `llama_cpp.Llama` that leaves the experts on disk and reads them as tokens route to them.
 
         llm = Llama("model.gguf", n_ctx=4096, cache_mb=4000)
 
-    Whatever accepts a llama-cpp-python model accepts this one. One thread may use it at a time.
+    Whatever accepts a llama-cpp-python model accepts this one. Calls of several threads run one
+    after the other (`engine.turns` says how streams share a model), and a child process that was
+    forked cannot use it. Pickling or copying one gives a model that is loaded anew with the same
+    settings.
+
+    After `close`, whatever needs the model raises `UseError`.
 
     Usually set are `cache_mb` (memory for experts, in MiB; "auto" takes what is free), `n_ctx`,
     `n_threads` and `io_threads` (threads that read). Further keywords are the fields of
@@ -98,11 +98,14 @@ class Llama(llama_cpp.Llama):
             StreamError: the model cannot be streamed, and does not fit as a whole.
         """
         started = time.perf_counter()
+        self._cannot_travel = bool(policies) or outputs != NOTHING or _hooks != NO_HOOKS
         self.settings, llama = split(arguments)
         self.layout = read_layout(model_path)
         self.counters = Counters()
         self._read_until: tuple[float, int, int] | None = None  # lanes' totals after a batch
+        self._starved = Starved()
         self.phase: Phase | None = None
+        self._evaluating = False
         trained = self.layout.value("context_length")
         if cap_context and trained:
             llama["n_ctx"] = min(llama.get("n_ctx") or int(trained), int(trained))
@@ -174,7 +177,7 @@ class Llama(llama_cpp.Llama):
 
     def _load(self, llama: dict[str, Any], progress: Progress | None) -> None:
         llama.setdefault("verbose", False)
-        llama["n_threads"] = llama.get("n_threads") or physical_cores()
+        llama["n_threads"] = llama.get("n_threads") or default_threads()
         llama["n_threads_batch"] = llama.get("n_threads_batch") or llama["n_threads"]
         llama.setdefault("op_offload", False)
         llama["use_mmap"] = False
@@ -185,12 +188,18 @@ class Llama(llama_cpp.Llama):
         path = str(self.layout.shards[0].path)
         try:
             with native_log.errors() as reasons:
-                super().__init__(path, **llama)
+                native_abort.guarded(lambda: super(Llama, self).__init__(path, **llama))
         except BaseException as error:
             if self.streamed:
                 self.streamed.abandon()
             if not isinstance(error, (ValueError, RuntimeError)):
                 raise
+            wanted = self.settings.n_expert_used or 0
+            if isinstance(error, native_abort.NativeAbort) and wanted > self.layout.n_expert_used:
+                raise SettingsError(
+                    f"n_expert_used={wanted}: llama.cpp's graph has no room for so many in this "
+                    f"model ({error}): give fewer"
+                ) from error
             reason = reasons[0] if reasons else error
             raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error
         if self.streamed:
@@ -198,14 +207,22 @@ class Llama(llama_cpp.Llama):
             self.streamed.start(progress, lambda rows: this._unannounced(rows))  # noqa: PLW0108
             self.layout = self.streamed.layout
         self._plain_decode = self._ctx.decode
-        self._ctx.decode = self._decode  # type: ignore[method-assign]
+        decode = weakref.WeakMethod(self._decode)  # a cycle would outlive `del`
+
+        def counted(batch: Any) -> None:
+            method = decode()
+            if method is None:
+                raise UseError("this model is gone: keep the Llama as long as its context")
+            method(batch)
+
+        self._ctx.decode = counted  # type: ignore[method-assign]
 
     # --- running ---
 
-    def generate(
+    def _generate(
         self, tokens: Sequence[int], *args: Any, **kwargs: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        """As `llama_cpp.Llama.generate`; declares the prompt prefill, and decode what follows.
+        """Declares the prompt prefill, and decode what follows.
 
         Raises:
             SettingsError: the prompt does not fit in the context.
@@ -215,7 +232,7 @@ class Llama(llama_cpp.Llama):
                 f"the prompt has {len(tokens)} tokens and the context {self.room}: "
                 "shorten the prompt or raise n_ctx (-c)"
             )
-        inner = super().generate(tokens, *args, **kwargs)
+        inner = super()._generate(tokens, *args, **kwargs)
         sent: Sequence[int] | None = None
         phase: Phase = "prefill"
         while True:
@@ -229,7 +246,7 @@ class Llama(llama_cpp.Llama):
             sent = yield token
             phase = "decode"
 
-    def eval(self, tokens: Sequence[int]) -> None:
+    def _eval(self, tokens: Sequence[int]) -> None:
         """As `llama_cpp.Llama.eval`. One token after others is a decode, anything else prefill,
         unless `phase` or `decoding` says otherwise.
 
@@ -239,7 +256,7 @@ class Llama(llama_cpp.Llama):
         outer = self.phase
         self.phase = outer or _phase(len(tokens), self.n_tokens)
         try:
-            super().eval(tokens)
+            super()._eval(tokens)
         finally:
             self.phase = outer
 
@@ -288,12 +305,22 @@ class Llama(llama_cpp.Llama):
         Raises:
             ReadError: an expert's bytes did not arrive. The batch left no trace in the context.
         """
-        self.check()
+        if self._evaluating:
+            raise UseError("a batch was evaluated inside another one, by a policy or a signal")
+        self._evaluating = True
+        try:
+            self.check()
+            self._run(batch)
+        finally:
+            self._evaluating = False
+
+    def _run(self, batch: Any) -> None:
         phase, streamed, before = self.phase or "prefill", self.streamed, self._reading()
         if self._read_until:  # a guess may have been read since the last batch: it counts here
             before.io_s, before.bytes_read, before.reads = self._read_until
         try:
             if streamed:
+                streamed.adjust()
                 streamed.stream.begin(phase, self.n_tokens)
                 streamed.callback.begin()
             self._plain_decode(batch)
@@ -307,6 +334,8 @@ class Llama(llama_cpp.Llama):
         self._read_until = now.io_s, now.bytes_read, now.reads
         step = now.minus(before)
         step.tokens, step.batches = batch.batch.n_tokens, 1
+        if self.n_threads > 1:
+            self._starved.add(phase, step)
         self.counters.totals(phase).add(step)
         if streamed:
             streamed.recorder.end_of_batch(phase, step)
@@ -360,18 +389,29 @@ class Llama(llama_cpp.Llama):
         return self.streamed.callback.calls if self.streamed else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """What the constructor needs to load the same model with the same settings elsewhere."""
-        plain = Settings()
-        ours = {f: v for f, v in asdict(self.settings).items() if v != getattr(plain, f)}
-        state = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**state, **ours}
+        """What loads the model anew: `llama_cpp.Llama`'s arguments, and the streaming settings.
 
-    def close(self) -> None:
-        """Frees the context and the model, then stops the lanes."""
-        if hasattr(self, "_stack"):
-            super().close()
-        if self.streamed:
-            self.streamed.close()
+        Raises:
+            UseError: it was given policies, traces or a reader, which are not copied.
+        """
+        if self._cannot_travel:
+            raise UseError(
+                "a model that was given policies=, outputs= or wrap_reader= cannot be pickled or "
+                "copied: load it again"
+            )
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        for name in ("use_mmap", "use_mlock", "n_gpu_layers"):  # always off
+            del state[name]
+        plain = vars(Settings())
+        return state | {k: v for k, v in vars(self.settings).items() if v != plain[k]}
+
+    def _release(self) -> None:
+        vars(self).pop("_plain_decode", None)
+        try:
+            super()._release()
+        finally:
+            if self.streamed:
+                self.streamed.close()
 
 
 Llama.__init__.__signature__ = signature(  # type: ignore[attr-defined]

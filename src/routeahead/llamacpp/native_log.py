@@ -5,17 +5,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
+import sys
+import tempfile
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import llama_cpp
 from llama_cpp._logger import llama_log_callback, logger
 
 _ERROR = 4  # ggml.h; the numbers in llama_cpp._logger are of an older version
+_internals: Any = llama_cpp._internals
+_one = threading.Lock()  # what follows is the process's: its log and its stdout
 
 
 @contextlib.contextmanager
 def errors() -> Iterator[list[str]]:
-    """Collects the error lines that are logged in the `with` block, instead of printing them."""
+    """Collects the error lines that are logged meanwhile, instead of printing them.
+
+    One thread of the process at a time. Meanwhile llama-cpp-python does not point stdout and stderr
+    at /dev/null: two loads at once, or one that never returns, would leave them there.
+    """
     lines: list[str] = []
 
     @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -25,8 +36,34 @@ def errors() -> Iterator[list[str]]:
         elif logger.level == logging.DEBUG:  # the caller wants llama.cpp to be verbose
             llama_log_callback(level, text, user_data)
 
-    llama_cpp.llama_log_set(collect, ctypes.c_void_p(0))
-    try:
-        yield lines
-    finally:
-        llama_cpp.llama_log_set(llama_log_callback, ctypes.c_void_p(0))
+    with _one:
+        redirect = _internals.suppress_stdout_stderr
+        _internals.suppress_stdout_stderr = _as_it_is
+        llama_cpp.llama_log_set(collect, ctypes.c_void_p(0))
+        try:
+            yield lines
+        finally:
+            llama_cpp.llama_log_set(llama_log_callback, ctypes.c_void_p(0))
+            _internals.suppress_stdout_stderr = redirect
+
+
+def _as_it_is(disable: bool) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def printed() -> Iterator[list[str]]:
+    """Collects the lines that native code prints to stderr in the `with` block, as its parser of
+    grammars does; they are there when the block has ended."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            caught.seek(0)
+            lines += caught.read().decode(errors="replace").splitlines()
