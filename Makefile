@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-fast lint test-slow measurements embedded-model second-model clean
+.PHONY: demo test test-fast lint test-slow test-upstream measurements embedded-model second-model clean
 
 # llama-cpp-python is compiled here (a C++ compiler and CMake are needed, a few minutes the first time).
 $(VENV)/installed: pyproject.toml
@@ -48,6 +48,11 @@ lint: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(PYTEST) -m slow --timeout 0 -n $(TEST_WORKERS) --dist loadgroup
+
+# llama-cpp-python's own tests, with the plain class and with this one (downloads its source archive).
+test-upstream: $(VENV)/installed
+	mkdir -p build/upstream
+	$(BIN)/python tests/clients/upstream.py build/upstream
 
 # Everything that docs/measurements.md says, measured anew here (half an hour; what is in build/ already
 # is not measured again).

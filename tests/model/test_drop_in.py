@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import subprocess
 import sys
 import warnings
@@ -73,6 +74,8 @@ def test_a_dense_model_is_loaded_whole(tmp_path: Path, monkeypatch: pytest.Monke
     text = plain.create_completion("abc", max_tokens=8, temperature=0)["choices"][0]["text"]
     assert llm.create_completion("abc", max_tokens=8, temperature=0)["choices"][0]["text"] == text
     llm.close()
+    with pytest.raises(StreamError, match=r"no experts \(llama\)\): traces and policies are about"):
+        Llama(path, policies=[routeahead.Policy()])
     monkeypatch.setattr(llama_module, "available_bytes", lambda: 1000)
     with pytest.raises(StreamError, match=r"dense\.gguf: cannot stream .* do not fit in the 0 MiB"):
         Llama(path)
@@ -82,6 +85,15 @@ def test_only_the_vocabulary(library: Library) -> None:
     llm = Llama(library.path(NAME), vocab_only=True)
     assert llm.detokenize(llm.tokenize(b"abc")) == b"abc"
     llm.close()
+
+
+def test_a_pickle_keeps_the_settings(load: Load, library: Library) -> None:
+    """As the plain class's, a pickle is a recipe for loading the model again."""
+    llm = load(NAME, cache_mb=3, force_cache=True, io_threads=4)
+    again = pickle.loads(pickle.dumps(llm))
+    assert again.settings == llm.settings and again.n_ctx() == llm.n_ctx()
+    np.testing.assert_array_equal(evaluate(again, PROMPTS[0]), library.resident(NAME)[0])
+    again.close()
 
 
 # --- what tools see ---

@@ -55,6 +55,29 @@ def test_right_without_a_fault(load: Load, library: Library, cache_mb: int) -> N
     assert_right(load(NAME, cache_mb=cache_mb, poison=cache_mb == 0), library)
 
 
+EARLY: list[dict[str, Any]] = [{"predict_prefetch": True}, {"prefetch": 2}]
+
+
+@pytest.mark.parametrize("settings", EARLY, ids=["predicted", "temporal"])
+def test_early_reads(load: Load, library: Library, settings: dict[str, Any]) -> None:
+    """What is read early in one batch is used or forgotten in the next, also after a fault."""
+    wrap, made = failing(40)
+    llm = with_budget(load, NAME, 0.3, wrap_reader=wrap, poison=True, **settings)
+    assert_right(llm, library)
+    assert raw.decode(llm, PROMPT, 0) == -1  # the context holds another prompt: nothing ran
+    raw.clear(llm)
+    assert raw.decode(llm, PROMPT, 0) == 0
+    made[0].armed = True
+    codes = []
+    for index, token in enumerate(TOKENS):
+        codes.append(raw.decode(llm, token, len(PROMPT) + index))
+        if codes[-1]:
+            break
+    assert codes[-1] == ABORTED
+    made[0].armed = False
+    assert_right(llm, library)
+
+
 @pytest.mark.parametrize("number", [1, 2, 30])
 def test_read_error_is_returned_and_kept(load: Load, library: Library, number: int) -> None:
     wrap, made = failing(number)

@@ -161,6 +161,10 @@ class Llama(TakingTurns):
         except StreamError as error:
             need, free = self.layout.file_bytes, available_bytes()
             path = self.layout.shards[0].path
+            if outputs != NOTHING or policies:
+                raise StreamError(
+                    f"{path}: cannot stream ({error}): traces and policies are about streaming"
+                ) from error
             if need > free:
                 raise StreamError(
                     f"{path}: cannot stream ({error}), and {need // MIB} MiB do not fit in the "
