@@ -17,7 +17,7 @@ from routeahead.models import DEFAULT_MODEL
 
 def inspect(model: options.Model = DEFAULT_MODEL) -> None:
     """Print a model's layers, experts and sizes, and how much of it fits in this machine."""
-    layout = read_layout(model)
+    layout = read_layout(model).loaded()
     if not layout.experts:
         raise ModelError(
             f"{model}: has no experts ({layout.arch}): nothing to stream; "
@@ -39,7 +39,7 @@ def facts(layout: ModelLayout, free: int) -> list[tuple[str, str]]:
         ("model", f"{layout.shards[0].path} ({layout.arch}, {len(layout.shards)} file(s))"),
         ("file", _mib(layout.file_bytes)),
         ("MoE layers", f"{len(sizes)}: {_ranges(layout.moe_layers)}"),
-        ("experts", f"{layout.n_expert} a layer, top-{layout.n_expert_used}"),
+        ("experts", f"{layout.n_expert} a layer, top-{_top_k(layout)}"),
         ("an expert", " or ".join(_mib(n) for n in sorted(set(sizes.values())))),
         *_quantisation(layout),
         ("experts, all", _mib(layout.expert_bytes)),
@@ -70,6 +70,11 @@ def _fit(layout: ModelLayout, free: int) -> str:
     if left > 0:
         return "dense weights, but no useful cache: run with --cache-mb 0"
     return "not even the dense weights: --dense mmap may still run, slowly"
+
+
+def _top_k(layout: ModelLayout) -> str:
+    numbers = sorted(set(map(layout.top_k, layout.moe_layers)))
+    return " or ".join(map(str, numbers))
 
 
 def _mib(nbytes: int) -> str:

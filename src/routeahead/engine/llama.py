@@ -165,6 +165,11 @@ class Llama(llama_cpp.Llama):
         llama.setdefault("op_offload", False)
         llama["use_mmap"] = False
         if self.settings.n_expert_used:
+            if isinstance(self.layout.value("expert_used_count"), list):
+                raise SettingsError(
+                    "n_expert_used: this model has a number of its own for each layer, which "
+                    "llama.cpp does not replace: leave n_expert_used out"
+                )
             key = f"{self.layout.arch}.expert_used_count"
             overrides = llama.get("kv_overrides") or {}
             llama["kv_overrides"] = {**overrides, key: self.settings.n_expert_used}
@@ -186,6 +191,19 @@ class Llama(llama_cpp.Llama):
         self._ctx.decode = self._decode  # type: ignore[method-assign]
 
     # --- running ---
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """As `llama_cpp.Llama.eval`.
+
+        Raises:
+            ModelError: the model keeps nothing of a token for the next one (encoders, diffusion).
+        """
+        if self._ctx.memory is None:
+            raise ModelError(
+                f"{self.layout.shards[0].path}: {self.layout.arch} has no KV cache, so it cannot "
+                "generate text token by token: use Llama(..., embedding=True).embed(text)"
+            )
+        super().eval(tokens)
 
     def generate(
         self, tokens: Sequence[int], *args: Any, **kwargs: Any
@@ -245,7 +263,9 @@ class Llama(llama_cpp.Llama):
     def _undo(self) -> None:
         """After a failed batch: back to the state before it."""
         self._requires_eval = True
-        if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
+        if self._ctx.memory is None:
+            self.n_tokens = 0
+        elif not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
             # Recurrent state cannot be cut: start over.
             self._ctx.kv_cache_clear()  # type: ignore[no-untyped-call]
             self.n_tokens = 0

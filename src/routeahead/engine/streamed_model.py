@@ -161,7 +161,7 @@ class StreamedModel:
     def _budget(self) -> int:
         """Cache size in bytes."""
         layout, size = self.layout, self._settings.cache_mb
-        least = layout.token_bytes(self._top_k)
+        least = layout.token_bytes(self._settings.n_expert_used)
         if size == "auto":
             # Dense weights, KV cache and context exist by now, so what is free is free for experts
             # except for one layer that a prompt may take beyond the budget, and for what is read

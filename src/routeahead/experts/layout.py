@@ -17,6 +17,8 @@ from routeahead.errors import ModelError
 
 EXPERT_NAME = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight$")
 
+_BLOCK_NAME = re.compile(r"^blk\.(\d+)\.")
+
 MIB = 1 << 20
 
 BLOCK = 4096
@@ -99,6 +101,14 @@ class ModelLayout:
         names = {expert.name for expert in self.experts}
         return [tensor for tensor in self.tensors if tensor.name not in names]
 
+    def loaded(self) -> ModelLayout:
+        """Without the blocks that only predict further tokens, which a run does not load."""
+        blocks, further = map(self.value, ("block_count", "nextn_predict_layers"))
+        if not (blocks and further):
+            return self
+        kept = [t for t in self.tensors if not _is_beyond(t.name, blocks - further)]
+        return ModelLayout(self.shards, kept, self.metadata)
+
     @property
     def arch(self) -> str:
         return str(self.metadata.get("general.architecture", "unknown"))
@@ -164,6 +174,11 @@ class ModelLayout:
             whole = expert.n_expert * expert.expert_bytes
             sizes[expert.layer] = sizes.get(expert.layer, 0) + whole
         return max(sizes.values(), default=0)
+
+
+def _is_beyond(name: str, blocks: int) -> bool:
+    match = _BLOCK_NAME.match(name)
+    return match is not None and int(match[1]) >= blocks
 
 
 def _expert_tensor(tensor: TensorInfo) -> ExpertTensor | None:

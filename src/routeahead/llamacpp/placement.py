@@ -37,6 +37,7 @@ _InitTensor = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 _NAME = b"RouteAheadArena"
 _ALL_TENSORS = b".*"
+_ADAPTER = (".lora_a", ".lora_b")  # llama.cpp reads these itself, into the buffer that it was given
 
 
 class _Override(ctypes.Structure):
@@ -171,6 +172,8 @@ class Placement:
         try:
             tensor = ggml.tensor_at(address)
             name = tensor.name.decode()
+            if name.endswith(_ADAPTER):
+                return 0
             tensor.data = self._place(name)
             first = address + ggml.Tensor.name.offset
             self._spoiled.append((first, tensor.name[:1]))

@@ -53,7 +53,7 @@ class ForcedRouting(Policy):
         for (step, layer), ids in trace.selections().items():
             if layer not in layers:
                 continue  # a trace of the whole model drives its first layers
-            if len(ids) != top_k or ids.max() >= n_expert:
+            if len(ids) > top_k or ids.max() >= n_expert:
                 raise SettingsError(
                     f"the trace routes to {len(ids)} experts up to {ids.max()}, and this model "
                     f"takes {top_k} of {n_expert}: set n_expert_used, or use another trace"
