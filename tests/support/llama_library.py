@@ -168,7 +168,7 @@ def _tensors(path: str) -> Shapes:
     lib = C._lib
 
     class Parameters(ctypes.Structure):
-        _fields_ = [("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p)]  # noqa: RUF012
+        _fields_ = [("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p)]
 
     lib.gguf_init_from_file.restype = ctypes.c_void_p
     lib.gguf_init_from_file.argtypes = [ctypes.c_char_p, Parameters]

@@ -70,7 +70,7 @@ class StreamedModel:
             raise SettingsError(f"n_expert_used is {self._top_k}: the model has {layout.n_expert}")
         self.arena = Arena(layout.shards, poison=poison)
         places = {t.name: self.arena.address(t.shard, t.offset) for t in layout.tensors}
-        self._placement = Placement(places.__getitem__)
+        self._placement = Placement(places.get)
         self.callback = EvalCallback()
         file_reader = FileReader(layout.shards, direct=settings.direct_io)
         if file_reader.fallback:
