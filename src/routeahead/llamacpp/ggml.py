@@ -107,9 +107,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_buft_get_device": (_PTR, [_PTR]),
     "gguf_init_from_file": (_PTR, [_STR, GgufInitParams]),
     "gguf_free": (None, [_PTR]),
-    "gguf_get_n_kv": (_I64, [_PTR]),
-    "gguf_get_key": (_STR, [_PTR, _I64]),
-    "gguf_get_kv_type": (_INT, [_PTR, _I64]),
     "gguf_get_data_offset": (_SIZE, [_PTR]),
     "gguf_get_n_tensors": (_I64, [_PTR]),
     "gguf_get_tensor_name": (_STR, [_PTR, _I64]),
@@ -117,18 +114,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gguf_get_tensor_type": (_INT, [_PTR, _I64]),
     "gguf_get_tensor_offset": (_SIZE, [_PTR, _I64]),
     "gguf_get_tensor_size": (_SIZE, [_PTR, _I64]),
-    "gguf_get_val_str": (_STR, [_PTR, _I64]),
-    "gguf_get_val_bool": (ctypes.c_bool, [_PTR, _I64]),
-    "gguf_get_val_f32": (ctypes.c_float, [_PTR, _I64]),
-    "gguf_get_val_f64": (ctypes.c_double, [_PTR, _I64]),
-    "gguf_get_val_u8": (ctypes.c_uint8, [_PTR, _I64]),
-    "gguf_get_val_i8": (ctypes.c_int8, [_PTR, _I64]),
-    "gguf_get_val_u16": (ctypes.c_uint16, [_PTR, _I64]),
-    "gguf_get_val_i16": (ctypes.c_int16, [_PTR, _I64]),
-    "gguf_get_val_u32": (ctypes.c_uint32, [_PTR, _I64]),
-    "gguf_get_val_i32": (ctypes.c_int32, [_PTR, _I64]),
-    "gguf_get_val_u64": (ctypes.c_uint64, [_PTR, _I64]),
-    "gguf_get_val_i64": (ctypes.c_int64, [_PTR, _I64]),
 }
 
 
