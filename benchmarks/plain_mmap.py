@@ -27,7 +27,7 @@ import llama_cpp
 
 from routeahead.cli.options import forced_tokens
 from routeahead.cli.run import DEFAULT_CONTEXT
-from routeahead.engine.llama import physical_cores
+from routeahead.machine.cpus import default_threads
 from routeahead.telemetry.counters import cpu_s, peak_rss_bytes
 
 COUNTED = ("wall_s", "cpu_s", "bytes_read")
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="GGUF file")
     parser.add_argument("--forced-tokens", required=True, metavar="FILE|seed:N")
     parser.add_argument("-n", type=int, required=True, help="tokens to decode")
-    parser.add_argument("-t", type=int, default=physical_cores(), help="compute threads")
+    parser.add_argument("-t", type=int, default=default_threads(), help="compute threads")
     parser.add_argument("-c", type=int, default=DEFAULT_CONTEXT, help="context in tokens")
     parser.add_argument("--report", type=Path, required=True, help="where to write the figures")
     return parser.parse_args(argv)

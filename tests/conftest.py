@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from support.library import Library
 
     from routeahead import Llama
@@ -26,6 +28,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     from support.library import Library
 
     return Library(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with 75 MB of experts: enough to see whether its memory is given back."""
+    from support.models import Spec, write
+
+    spec = Spec("qwen3moe", width=256, experts=32, expert_width=256, quant="F16")
+    return write(tmp_path_factory.mktemp("large") / "model.gguf", spec)
 
 
 @pytest.fixture

@@ -5,25 +5,26 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from routeahead.config import Settings
-from routeahead.errors import (
-    ModelError,
-    PolicyError,
-    ReadError,
-    RouteAheadError,
-    SettingsError,
-    StreamError,
-)
-from routeahead.routing.policy import Model, Policy, Routing
-
 if TYPE_CHECKING:
+    from routeahead.config import Settings
     from routeahead.engine.llama import Llama
+    from routeahead.errors import (
+        ModelError,
+        PolicyError,
+        ReadError,
+        RouteAheadError,
+        SettingsError,
+        StreamError,
+        UseError,
+    )
+    from routeahead.routing.policy import Model, Policy, Routing
 
-__version__ = version("routeahead")
+    __version__: str
+
 __all__ = [
     "Llama",
     "Model",
@@ -36,7 +37,16 @@ __all__ = [
     "Settings",
     "SettingsError",
     "StreamError",
+    "UseError",
 ]
+
+_HOMES = {
+    "Llama": "engine.llama",
+    "Settings": "config",
+    "Model": "routing.policy",
+    "Policy": "routing.policy",
+    "Routing": "routing.policy",
+}
 
 # OpenMP's idle threads spin, and starve the lanes where cores are few. libgomp reads this when it
 # is loaded, hence before llama_cpp is imported.
@@ -44,9 +54,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports llama.cpp only when it is needed: replaying a trace does not."""
-    if name == "Llama":
-        from routeahead.engine.llama import Llama
+    """Imports a module when one of its names is used: replaying a trace needs no llama.cpp, and the
+    command needs nothing before it is ready for Ctrl-C."""
+    if name == "__version__":
+        from importlib.metadata import version
 
-        return Llama
-    raise AttributeError(f"module 'routeahead' has no attribute {name!r}")
+        return version("routeahead")
+    if name not in __all__:
+        raise AttributeError(f"module 'routeahead' has no attribute {name!r}")
+    home = importlib.import_module(f"routeahead.{_HOMES.get(name, 'errors')}")
+    return getattr(home, name)

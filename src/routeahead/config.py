@@ -54,6 +54,14 @@ class Settings(
     force_cache: bool = setting(
         False, "Allow a cache smaller than what one token routes to.", STREAMING
     )
+    cache_floor_mb: int | None = setting(
+        None,
+        "Size in MiB below which the cache does not shrink when other programs need memory.",
+        STREAMING,
+        low=0,
+        metavar="MIB",
+        unset="what one token routes to",
+    )
     # Two lanes keep the disk's queue filled while one of them is between reads; with few cores
     # every further lane takes time from the matrix products (docs/architecture.md, "Lanes").
     io_threads: int = setting(2, "Lanes: threads that read experts.", STREAMING, low=1, high=64)
@@ -128,6 +136,10 @@ class Settings(
         if self.force_cache and self.cache_mb in ("auto", 0):
             raise SettingsError(
                 "force_cache allows a cache that is too small: give its size with cache_mb"
+            )
+        if self.cache_mb != "auto" and (self.cache_floor_mb or 0) > self.cache_mb:
+            raise SettingsError(
+                f"cache_floor_mb={self.cache_floor_mb} is more than cache_mb={self.cache_mb}"
             )
         return self
 

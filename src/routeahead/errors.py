@@ -23,5 +23,9 @@ class StreamError(RouteAheadError, RuntimeError):
     """The graph or the library did something the engine does not understand."""
 
 
+class UseError(RouteAheadError, RuntimeError):
+    """The model cannot be used now: it is closed, or in use, or belongs to another process."""
+
+
 class PolicyError(RouteAheadError, ValueError):
     """A policy asked for what a layer cannot do, such as an expert that it does not have."""

@@ -19,7 +19,9 @@ from support.readers import Failing, disk_error
 import routeahead.engine.llama as llama_module
 import routeahead.engine.streamed_model as engine
 from routeahead import Llama, ModelError, ReadError, SettingsError, StreamError
+from routeahead.engine import budget
 from routeahead.experts import arena
+from routeahead.experts.lanes import Lanes
 from routeahead.experts.reader import FileReader, Reader
 from routeahead.llamacpp import ggml, node_filter
 from routeahead.llamacpp.eval_callback import EvalCallback
@@ -222,11 +224,11 @@ def test_interrupt_while_recovering(
     llm.eval(prompt[:2])
     made[0].armed = True
 
-    def interrupted(barrier: threading.Barrier) -> None:
+    def interrupted(lanes: Lanes) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Barrier, "wait", interrupted)
+    monkeypatch.setattr(Lanes, "cancel", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.eval(PROMPTS[1][0] + prompt)
     made[0].armed = False
@@ -353,7 +355,7 @@ def test_prompt_longer_than_context(load: Load) -> None:
 
 
 def test_automatic_cache_without_room(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "available_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(budget, "available_bytes", lambda: 100 << 20)
     with pytest.raises(SettingsError, match="left for the expert cache"):
         load(NAME)
 

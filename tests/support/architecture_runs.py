@@ -229,9 +229,9 @@ def page(rows: Sequence[Row], version: str) -> str:
     embedding = sum("no KV cache" in row.note for row in rows)
     dense = sum("no experts:" in row.note for row in rows)
     counts = (
-        f"{len(rows)} models of {len(arches)} architectures: {whole} are identical with every\n"
-        f"cache ({embedding} of them have no KV cache: they embed, and generating is refused),\n"
-        f"and {dense} are refused because they have no experts in this llama.cpp."
+        f"{len(rows)} models of {len(arches)} architectures: {whole} are identical with every "
+        f"cache. {embedding} of these\nhave no KV cache: they embed, and generating is refused. "
+        f"{dense} others are refused because they have no\nexperts in this llama.cpp."
     )
     lines = [_HEADS, ["---"] * len(_HEADS), *map(astuple, rows)]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -9,6 +9,7 @@ import pytest
 from routeahead.machine.cgroup import V1 as V1_FILES
 from routeahead.machine.cgroup import V2 as V2_FILES
 from routeahead.machine.cgroup import Files, Hierarchy, find_hierarchy
+from routeahead.machine.memory import parse_pressure
 
 V1 = "33 25 0:30 / /cg/memory rw,relatime - cgroup cgroup rw,memory\n"
 V2 = "41 31 0:38 / /cg/unified rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -35,11 +36,19 @@ def test_no_memory_controller() -> None:
     assert find_hierarchy(V1.replace(" / ", " /other "), "4:memory:/own\n") is None
 
 
-def write_group(folder: Path, files: Files, limit: str, usage: int, cache: int) -> None:
+def write_group(
+    folder: Path, files: Files, limit: str, usage: int, cache: int, high: str = ""
+) -> None:
+    """A group with that much page cache, half of it active, and a tmpfs of 100 bytes beside it."""
     folder.mkdir()
+    if high:
+        (folder / files.limits[1]).write_text(f"{high}\n")
     (folder / files.limit).write_text(f"{limit}\n")
     (folder / files.usage).write_text(f"{usage}\n")
-    (folder / "memory.stat").write_text(f"anon 1\n{files.cache_key} {cache}\n")
+    halves = "".join(f"{key} {cache // 2}\n" for key in files.cache)
+    total = "total_" if files is V1_FILES else ""
+    tmpfs = f"{total}shmem 100\n{total}cache {cache + 100}\nfile {cache + 100}\n"
+    (folder / "memory.stat").write_text(f"anon 1\n{halves}{tmpfs}")
 
 
 @pytest.mark.parametrize(("version", "files"), [(1, V1_FILES), (2, V2_FILES)])
@@ -63,3 +72,16 @@ def test_a_limit_outside_of_the_mount_does_not_count(tmp_path: Path) -> None:
     mount = tmp_path / "outside/mount"
     write_group(mount, V2_FILES, "max", usage=0, cache=0)
     assert Hierarchy(2, mount, mount / "own").free_bytes() is None
+
+
+def test_memory_high_is_a_limit_too(tmp_path: Path) -> None:
+    """Beyond it a group is slowed down until it crawls."""
+    write_group(tmp_path / "mount", V2_FILES, "1000", usage=300, cache=0, high="max")
+    write_group(tmp_path / "mount/own", V2_FILES, "1000", usage=300, cache=0, high="500")
+    assert Hierarchy(2, tmp_path / "mount", tmp_path / "mount").free_bytes() == 700
+    assert Hierarchy(2, tmp_path / "mount", tmp_path / "mount/own").free_bytes() == 200
+
+
+def test_pressure_is_read_as_the_kernel_writes_it() -> None:
+    text = "some avg10=12.50 avg60=3.10 avg300=0.81 total=127\nfull avg10=9.00 total=3\n"
+    assert parse_pressure(text) == 12.5

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import linecache
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
+import pytest
+
+from routeahead.errors import ReadError, SettingsError
 from routeahead.experts.arena import Arena, Pages
 from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
 from routeahead.experts.layout import BLOCK, ExpertTensor, Shard
@@ -80,3 +88,110 @@ def test_drain_waits_for_what_is_in_flight_and_cancels_the_rest() -> None:
     lanes.submit(more)
     later.wait()
     lanes.close()
+
+
+class Instant:
+    """Reads nothing, at once."""
+
+    def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
+        return need
+
+    def close(self) -> None:
+        pass
+
+
+def call_with_limit(function: Callable[[], object]) -> bool:
+    """Whether `function` ends, in a thread that may stay behind."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(5)
+    return not thread.is_alive()
+
+
+def settled(ticket: Ticket) -> None:
+    with contextlib.suppress(ReadError, SystemError):
+        ticket.wait()
+
+
+def interrupted_at(line: int, function: Callable[[], object]) -> bool:
+    """Runs `function`, raises KeyboardInterrupt before its `line`th line; whether it has that many.
+
+    Not before `pass`, nor before a line that is passed again: at the end of a `with` that is its
+    exit. The interpreter lets no signal in there.
+    """
+    passed: set[int] = set()
+
+    def trace(frame: FrameType, event: str, _: object) -> object:
+        if frame.f_code is not function.__code__:  # type: ignore[attr-defined]
+            return None
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and text != "pass" and frame.f_lineno not in passed:
+            passed.add(frame.f_lineno)
+            if len(passed) == line:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_an_interrupt_anywhere_in_drain_leaves_the_lanes_usable() -> None:
+    lanes = Lanes(2, Instant(), Arena([Shard(Path("none"), BLOCK)]))
+    line = 1
+    while interrupted_at(line, lanes.drain):
+        queued, ticket = reads(1, 1, 2, 3)
+        lanes.submit(queued)
+        assert call_with_limit(ticket.wait), f"lanes hang after an interrupt at line {line}"
+        line += 1
+    assert line > 2
+    assert call_with_limit(lanes.drain) and call_with_limit(lanes.close)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("dying", [1, 2])
+def test_lanes_that_die(monkeypatch: pytest.MonkeyPatch, dying: int) -> None:
+    """What waits is told, the others go on, and `drain` starts new ones."""
+    lanes = Lanes(2, Instant(), Arena([Shard(Path("none"), BLOCK)]))
+    run, left = Lanes._run, [None] * dying
+
+    def deadly(self: Lanes, lane: int, read: Read) -> None:
+        if left:
+            left.pop()
+            self._settle(read, SystemError("killed"))
+            raise SystemError("killed")
+        run(self, lane, read)
+
+    monkeypatch.setattr(Lanes, "_run", deadly)
+    for number in range(4):
+        queued, ticket = reads(1, number)
+        lanes.submit(queued)
+        assert call_with_limit(lambda ticket=ticket: settled(ticket)), "the ticket never settles"
+    assert not left
+    lanes.drain()
+    queued, ticket = reads(1, 1, 2, 3, 4)
+    lanes.submit(queued)
+    assert call_with_limit(ticket.wait) and not ticket.error
+    assert sum(thread.name.startswith("lane-") for thread in threading.enumerate()) == 2
+    lanes.close()
+
+
+def test_a_lane_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's limit of threads: one line, and no lane stays behind."""
+    start, allowed = threading.Thread.start, [None] * 2
+
+    def refuse(thread: threading.Thread) -> None:
+        if not allowed:
+            raise RuntimeError("can't start new thread")
+        allowed.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(SettingsError, match=r"thread for lane 3 of 4: .*fewer io_threads"):
+        Lanes(4, Instant(), Arena([Shard(Path("none"), BLOCK)]))
+    assert not any(thread.name.startswith("lane-") for thread in threading.enumerate())

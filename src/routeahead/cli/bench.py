@@ -19,6 +19,7 @@ from routeahead.cli import options
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import MIB
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.machine.cpus import default_threads
 from routeahead.models import DEFAULT_MODEL
 from routeahead.telemetry.json_file import write_json
 
@@ -64,9 +65,7 @@ def bench(
     ] = Plan.warmup,
     threads: Annotated[
         int | None,
-        typer.Option(
-            "--threads", "-t", min=1, help="Compute threads.", show_default="physical cores"
-        ),
+        typer.Option("--threads", "-t", min=1, help="Compute threads.", show_default="free cores"),
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of the tokens fed and of the order of the cells.")
@@ -97,7 +96,7 @@ def bench(
         passes=passes,
         tokens=tokens,
         warmup=warmup,
-        threads=threads,
+        threads=threads or default_threads(),  # the same for all runs
         seed=seed,
         memory_limit=memory_limit * MIB if memory_limit else None,
     )

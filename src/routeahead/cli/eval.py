@@ -18,13 +18,13 @@ from rich.table import Table
 from routeahead.bench.cells import expand_shares, read_list
 from routeahead.cli import options
 from routeahead.cli.flags import llama_kwargs
-from routeahead.engine.llama import physical_cores
 from routeahead.errors import SettingsError
 from routeahead.evaluation.evaluate import DEFAULT_TOKENS, Evaluation, Request, Setting
 from routeahead.evaluation.plot import check_plot, plot
 from routeahead.evaluation.summary import Summary
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.machine.cpus import default_threads
 from routeahead.models import DEFAULT_MODEL
 from routeahead.telemetry.json_file import write_json
 
@@ -81,9 +81,7 @@ def evaluate(
     ] = False,
     threads: Annotated[
         int | None,
-        typer.Option(
-            "--threads", "-t", min=1, help="Compute threads.", show_default="physical cores"
-        ),
+        typer.Option("--threads", "-t", min=1, help="Compute threads.", show_default="free cores"),
     ] = None,
     work: Annotated[
         Path | None,
@@ -117,7 +115,7 @@ def evaluate(
         max_tokens=max_tokens,
         generate=generate,
         prompt_through_decode=prompt_through_decode,
-        threads=threads or physical_cores(),
+        threads=threads or default_threads(),
         baseline=llama_kwargs(baseline),
     )
     layout = read_layout(model)

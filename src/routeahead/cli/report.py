@@ -21,6 +21,9 @@ def counters(llm: Llama, first_token_s: float) -> dict[str, float | int]:
         "misses": prefill.misses + decode.misses,
         "evictions": cache.evictions if cache else 0,
         "rereads": cache.rereads if cache else 0,
+        "cache_bytes": cache.budget if cache else 0,
+        "cache_least_bytes": llm.streamed.budget.least if llm.streamed else 0,
+        "cache_resizes": llm.streamed.budget.resizes if llm.streamed else 0,
         "load_s": llm.counters.load_s,
         "first_token_s": first_token_s,
         "s_per_token": decode.per_token("wall_s"),
@@ -80,10 +83,12 @@ def lines(llm: Llama, figures: dict[str, float | int]) -> list[str]:
     looked_up = decode.hits + decode.misses
     hit_rate = decode.hits / looked_up if looked_up else 0.0
     io_ms = 1e3 * decode.per_token("io_s")
+    resizes, least = figures["cache_resizes"], int(figures["cache_least_bytes"]) // MIB
+    resized = f" (memory was short: resized {resizes} times, least {least})" if resizes else ""
     hidden = max(0.0, io_ms / llm.settings.io_threads - ms["stall_"])
     return [
         f"moe-stream: {head}",
-        f"moe-cache: {source.cache.budget // MIB} MiB, {hit_rate:.1%} hits; "
+        f"moe-cache: {source.cache.budget // MIB} MiB{resized}, {hit_rate:.1%} hits; "
         f"{decode.per_token('bytes_read') / MIB:.1f} MiB a token in "
         f"{decode.per_token('reads'):.1f} reads; {figures['evictions']} evictions, "
         f"{figures['rereads']} re-reads",

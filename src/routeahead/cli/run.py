@@ -44,7 +44,7 @@ def run(
     n: Annotated[int, typer.Option("-n", min=0, help="Tokens to generate at most.")] = 256,
     threads: Annotated[
         int | None,
-        typer.Option("-t", min=1, max=512, help="Compute threads.", show_default="physical cores"),
+        typer.Option("-t", min=1, max=512, help="Compute threads.", show_default="free cores"),
     ] = None,
     context: Annotated[
         int | None,

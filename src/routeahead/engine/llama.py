@@ -6,20 +6,23 @@ import inspect
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Generator, Sequence
 from typing import Any
 
 import llama_cpp
-import psutil
 
 from routeahead.config import Settings
 from routeahead.engine.policies import Policies
+from routeahead.engine.starved import Starved
 from routeahead.engine.streamed_model import Progress, StreamedModel, WrapReader
-from routeahead.errors import ModelError, SettingsError, StreamError
+from routeahead.engine.turns import Closed, Turns
+from routeahead.errors import ModelError, SettingsError, StreamError, UseError
 from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
-from routeahead.llamacpp import native_log
+from routeahead.llamacpp import native_abort, native_log
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.machine.cpus import default_threads
 from routeahead.machine.memory import available_bytes
 from routeahead.routing.policy import Policy
 from routeahead.telemetry.counters import Counters, Totals, cpu_s
@@ -33,16 +36,15 @@ _LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).paramet
 }
 
 
-def physical_cores() -> int:
-    """Cores that this process may use, hyper-threads not counted."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(psutil.cpu_count(logical=False) or 1, allowed or 1))
-
-
 class Llama(llama_cpp.Llama):
     """Takes everything that `llama_cpp.Llama` takes, and the streaming settings.
 
-    Whatever accepts a llama-cpp-python model accepts this one. One thread may use it at a time.
+    Whatever accepts a llama-cpp-python model accepts this one. Calls of several threads run one
+    after the other (`engine.turns` says how streams share a model), and a child process that was
+    forked cannot use it. Pickling or copying one gives a model that is loaded anew with the same
+    settings.
+
+    After `close`, whatever needs the model raises `UseError`.
 
     Attributes:
         settings: the streaming settings, validated.
@@ -82,11 +84,15 @@ class Llama(llama_cpp.Llama):
             SettingsError: settings contradict each other or the cache is too small.
         """
         started = time.perf_counter()
+        self._turns = Turns()
+        self._cannot_travel = (wrap_reader, policies) != (None, ()) or outputs != NOTHING
         self.settings, llama = Settings.split(arguments, _LLAMA_ARGUMENTS)
         self.layout = read_layout(model_path)
         self.counters = Counters()
         self._read_until: tuple[float, int, int] | None = None  # lanes' totals after a batch
+        self._starved = Starved()
         self.phase: Phase = "prefill"
+        self._decoding = False
         trained = self.layout.value("context_length")
         if cap_context and trained:
             llama["n_ctx"] = min(llama.get("n_ctx") or int(trained), int(trained))
@@ -160,7 +166,7 @@ class Llama(llama_cpp.Llama):
         if llama.get("n_gpu_layers") or llama.get("use_mlock"):
             raise SettingsError("n_gpu_layers and use_mlock load the experts: leave them out")
         llama.setdefault("verbose", False)
-        llama["n_threads"] = llama.get("n_threads") or physical_cores()
+        llama["n_threads"] = llama.get("n_threads") or default_threads()
         llama["n_threads_batch"] = llama.get("n_threads_batch") or llama["n_threads"]
         llama.setdefault("op_offload", False)
         llama["use_mmap"] = False
@@ -176,21 +182,72 @@ class Llama(llama_cpp.Llama):
         path = str(self.layout.shards[0].path)
         try:
             with native_log.errors() as reasons:
-                super().__init__(path, **llama)
+                native_abort.guarded(lambda: super(Llama, self).__init__(path, **llama))
         except BaseException as error:
             if self.streamed:
                 self.streamed.abandon()
             if not isinstance(error, (ValueError, RuntimeError)):
                 raise
+            wanted = self.settings.n_expert_used or 0
+            if isinstance(error, native_abort.NativeAbort) and wanted > self.layout.n_expert_used:
+                raise SettingsError(
+                    f"n_expert_used={wanted}: llama.cpp's graph has no room for so many in this "
+                    f"model ({error}): give fewer"
+                ) from error
             reason = reasons[0] if reasons else error
             raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error
         if self.streamed:
             self.streamed.start(progress)
             self.layout = self.streamed.layout
         self._plain_decode = self._ctx.decode
-        self._ctx.decode = self._decode  # type: ignore[method-assign]
+        decode = weakref.WeakMethod(self._decode)  # a cycle would outlive `del`
+
+        def counted(batch: Any) -> None:
+            method = decode()
+            if method is None:
+                raise UseError("this model is gone: keep the Llama as long as its context")
+            method(batch)
+
+        self._ctx.decode = counted  # type: ignore[method-assign]
 
     # --- running ---
+
+    def generate(
+        self, tokens: Sequence[int], *args: Any, **kwargs: Any
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """As `llama_cpp.Llama.generate`; declares the prompt prefill, and decode what follows.
+
+        Raises:
+            SettingsError: the prompt does not fit in the context.
+            UseError: another thread used the model between two tokens.
+        """
+        return self._turns.stream(self._generate(tokens, *args, **kwargs))
+
+    def _generate(
+        self, tokens: Sequence[int], *args: Any, **kwargs: Any
+    ) -> Generator[int, Sequence[int] | None, None]:
+        if len(tokens) >= self.room:
+            raise SettingsError(
+                f"the prompt has {len(tokens)} tokens and the context {self.room}: "
+                "shorten the prompt or raise n_ctx (-c)"
+            )
+        inner = super().generate(tokens, *args, **kwargs)
+        sent: Sequence[int] | None = None
+        while True:
+            try:
+                token = inner.send(sent)
+            except StopIteration:
+                return
+            finally:
+                self.phase = "prefill"  # what others evaluate while this generator rests
+            sent = yield token
+            self.phase = "decode"
+
+    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """As llama-cpp-python's, but what it makes of a logits processor, which is part of a cycle,
+        does not keep this object alive."""
+        this: Any = weakref.proxy(self)
+        return llama_cpp.Llama._init_sampler(this, *args, **kwargs)
 
     def eval(self, tokens: Sequence[int]) -> None:
         """As `llama_cpp.Llama.eval`.
@@ -203,34 +260,35 @@ class Llama(llama_cpp.Llama):
                 f"{self.layout.shards[0].path}: {self.layout.arch} has no KV cache, so it cannot "
                 "generate text token by token: use Llama(..., embedding=True).embed(text)"
             )
-        super().eval(tokens)
+        self._turns.call(super().eval, tokens)
 
-    def generate(
-        self, tokens: Sequence[int], *args: Any, **kwargs: Any
-    ) -> Generator[int, Sequence[int] | None, None]:
-        """As `llama_cpp.Llama.generate`; declares the prompt prefill, and decode what follows.
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """As `llama_cpp.Llama.sample`."""
+        return int(self._turns.call(super().sample, *args, **kwargs))
 
-        Raises:
-            SettingsError: the prompt does not fit in the context.
+    def reset(self) -> None:
+        """As `llama_cpp.Llama.reset`."""
+        self._turns.call(super().reset)
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        """As `llama_cpp.Llama.embed`."""
+        return self._turns.call(super().embed, *args, **kwargs)
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """The context's tokens and KV cache, for `load_state`.
+
+        Another instance of the same model with the same `n_ctx` and `n_batch` can load it, whatever
+        its streaming settings: what the expert cache holds is no part of it.
         """
-        if len(tokens) >= self.room:
-            raise SettingsError(
-                f"the prompt has {len(tokens)} tokens and the context {self.room}: "
-                "shorten the prompt or raise n_ctx (-c)"
-            )
-        inner = super().generate(tokens, *args, **kwargs)
-        sent: Sequence[int] | None = None
-        self.phase = "prefill"
-        try:
-            while True:
-                token = inner.send(sent)
-                self.phase = "prefill"  # what others evaluate while this generator rests
-                sent = yield token
-                self.phase = "decode"
-        except StopIteration:
-            return
-        finally:
-            self.phase = "prefill"
+        return self._turns.call(super().save_state)
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """Continues where the state was saved, by this instance or another one."""
+        self._turns.call(super().load_state, state)
+
+    def create_completion(self, *args: Any, **kwargs: Any) -> Any:
+        """As `llama_cpp.Llama.create_completion`; without `stream`, other calls wait for it."""
+        return self._turns.call(super().create_completion, *args, **kwargs)
 
     def _decode(self, batch: Any) -> None:
         """Runs one batch, counts it, and turns a fault inside the graph into an exception.
@@ -238,11 +296,21 @@ class Llama(llama_cpp.Llama):
         Raises:
             ReadError: an expert's bytes did not arrive. The batch left no trace in the context.
         """
+        if self._decoding:
+            raise UseError("a batch was evaluated inside another one, by a policy or a signal")
+        self._decoding = True
+        try:
+            self._run(batch)
+        finally:
+            self._decoding = False
+
+    def _run(self, batch: Any) -> None:
         phase, streamed, before = self.phase, self.streamed, self._reading()
         if self._read_until:  # a guess may have been read since the last batch: it counts here
             before.io_s, before.bytes_read, before.reads = self._read_until
         try:
             if streamed:
+                streamed.adjust()
                 streamed.callback.begin()
                 streamed.stream.begin(phase, self.n_tokens)
             self._plain_decode(batch)
@@ -256,6 +324,8 @@ class Llama(llama_cpp.Llama):
         self._read_until = now.io_s, now.bytes_read, now.reads
         step = now.minus(before)
         step.tokens, step.batches = batch.batch.n_tokens, 1
+        if self.n_threads > 1:
+            self._starved.add(phase, step)
         self.counters.totals(phase).add(step)
         if streamed:
             streamed.recorder.end_of_batch(phase, step)
@@ -309,9 +379,47 @@ class Llama(llama_cpp.Llama):
         """Calls from the graph into Python so far."""
         return self.streamed.callback.calls if self.streamed else 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What loads the model anew: `llama_cpp.Llama`'s arguments, and the streaming settings.
+
+        Raises:
+            UseError: it was given policies, traces or a reader, which are not copied.
+        """
+        if self._cannot_travel:
+            raise UseError(
+                "a model that was given policies=, outputs= or wrap_reader= cannot be pickled or "
+                "copied: load it again"
+            )
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        for name in ("use_mmap", "use_mlock", "n_gpu_layers"):  # always off
+            del state[name]
+        plain = vars(Settings())
+        return state | {k: v for k, v in vars(self.settings).items() if v != plain[k]}
+
     def close(self) -> None:
-        """Frees the context and the model, then stops the lanes."""
-        if hasattr(self, "_stack"):
-            super().close()
-        if self.streamed:
-            self.streamed.close()
+        """Gives back memory, threads and descriptors; waits for the call that runs now.
+
+        In a child process after a fork it does nothing.
+
+        Raises:
+            UseError: it is called inside another call of this model.
+        """
+        turns = self.__dict__.get("_turns")  # None: the constructor had not begun
+        if turns and not turns.forked:
+            turns.call(self._close)
+
+    def _close(self) -> None:
+        if self._turns.nested:
+            raise UseError("a model cannot be closed inside a call of it")
+        self._sampler = None
+        vars(self).pop("_plain_decode", None)
+        try:
+            if hasattr(self, "_stack"):
+                super().close()
+        finally:
+            if self.streamed:
+                self.streamed.close()
+        closed: Any = Closed()
+        self._ctx = self._model = self._batch = self.tokenizer_ = closed
+        if "scores" in vars(self):
+            self.scores = self.scores[:0].copy()

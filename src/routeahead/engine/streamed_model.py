@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import llama_cpp
 
 from routeahead.config import Settings
+from routeahead.engine.budget import CacheBudget
 from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.stream import Stream
 from routeahead.errors import ModelError, SettingsError
@@ -22,16 +24,12 @@ from routeahead.experts.source import ExpertSource, dense_runs, read_dense
 from routeahead.llamacpp.eval_callback import EvalCallback
 from routeahead.llamacpp.placement import Placement
 from routeahead.llamacpp.router_product import check_width
-from routeahead.machine.memory import available_bytes
 from routeahead.prediction.ranker import RouterRanker
 from routeahead.routing.policy import Model, Policy, Precision
 from routeahead.telemetry.recorder import NOTHING, Outputs, Recorder
 
 Progress = Callable[[int, int], None]
 WrapReader = Callable[[Reader], Reader]
-
-# Left free by an automatic cache: llama.cpp's compute buffers, Python, the kernel.
-_HEADROOM = 256 * MIB
 
 
 class StreamedModel:
@@ -47,6 +45,7 @@ class StreamedModel:
 
     stream: Stream
     recorder: Recorder
+    budget: CacheBudget
 
     def __init__(
         self,
@@ -86,6 +85,7 @@ class StreamedModel:
         # Also runs before the interpreter exits: later, threads no longer run, and a model that
         # nobody closed would wait for its lanes for ever.
         self._finalizer = weakref.finalize(self, self._closers.close)
+        _all.add(self)
 
     def inject_model(self, params: Any) -> None:
         self._placement.inject(params)
@@ -116,7 +116,9 @@ class StreamedModel:
             self._map_dense()
         source = ExpertSource(layout, self.arena, self._reader, lanes=self._settings.io_threads)
         self._closers.callback(source.close)
-        source.cache.budget = self._budget()
+        self.budget = self._make_budget(source)
+        self._closers.callback(self.budget.close)
+        source.cache.budget = self.budget.now
         preamble = {**_versions(), "model": str(layout.shards[0].path), **self._settings.as_dict()}
         self.recorder = Recorder(self._outputs, layout, self._top_k, preamble)
         self._closers.callback(self.recorder.close)
@@ -141,6 +143,7 @@ class StreamedModel:
             tracing=self.recorder.routes is not None,
             weighing=moe_layers if policies.weighted else (),
         )
+        self.budget.watch()
 
     def _make_policies(self, source: ExpertSource) -> Policies:
         layout, layers = self.layout, self.layout.moe_layers
@@ -158,35 +161,55 @@ class StreamedModel:
             with self.layout.shards[shard].path.open("rb") as file:
                 self.arena.map_file(shard, start, end, file.fileno())
 
-    def _budget(self) -> int:
-        """Cache size in bytes."""
-        layout, size = self.layout, self._settings.cache_mb
-        least = layout.token_bytes(self._settings.n_expert_used)
-        if size == "auto":
-            # Dense weights, KV cache and context exist by now, so what is free is free for experts
-            # except for one layer that a prompt may take beyond the budget, and for what is read
-            # before its layer asks.
-            settings = self._settings
-            ahead = settings.route_ahead or settings.prefetch or int(settings.predict_prefetch)
-            early = min(ahead, len(layout.moe_layers)) * self._top_k * layout.largest_expert()
-            free = available_bytes() - _HEADROOM - layout.layer_bytes() - early
-            if free < least:
-                raise SettingsError(
-                    f"{max(0, free) // MIB} MiB are left for the expert cache and one token routes "
-                    f"to {-(-least // MIB)} MiB: use a smaller context, or cache_mb=0"
-                )
-            return min(free, layout.expert_bytes)
-        budget = size * MIB
-        if 0 < budget < least and not self._settings.force_cache:
+    def _make_budget(self, source: ExpertSource) -> CacheBudget:
+        """Dense weights, KV cache and context exist by now: what is free is free for experts."""
+        layout, settings, size = self.layout, self._settings, self._settings.cache_mb
+        least = layout.token_bytes(settings.n_expert_used)
+        if size != "auto" and 0 < size * MIB < least and not settings.force_cache:
             raise SettingsError(
                 f"cache_mb={size} is less than one token routes to: give at least "
                 f"{-(-least // MIB)}, or 0 for none, or force it with force_cache"
             )
-        return budget
+        # A prompt may take one layer beyond the budget; so may what is read before its layer asks.
+        ahead = settings.route_ahead or settings.prefetch or int(settings.predict_prefetch)
+        early = min(ahead, len(layout.moe_layers)) * self._top_k * layout.largest_expert()
+        return CacheBudget(
+            source.cache,
+            None if size == "auto" else size * MIB,
+            whole=layout.expert_bytes,
+            token=least,
+            floor=max(least, (settings.cache_floor_mb or 0) * MIB),
+            beside=layout.layer_bytes() + early,
+        )
+
+    def adjust(self) -> None:
+        """Before a batch: gives the cache the size that memory has room for."""
+        size = self.budget.take()
+        if size is not None:
+            self.stream.source.resize(size)
 
     def close(self) -> None:
-        """Stops the lanes. The arena stays mapped as long as this object lives."""
+        """Stops the lanes and gives all memory back. llama.cpp must have freed the model."""
         self._finalizer()
+        self.arena.close()
+        self._placement.close()
+
+    def forked(self) -> None:
+        """In a child process, after a fork: lanes, traces and workers are the parent's."""
+        self._finalizer.detach()
+        if "stream" in vars(self):
+            self.stream.source.lanes.forked()
+
+
+_all: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for model in list(_all):
+        model.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _versions() -> dict[str, str]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from routeahead.engine.llama import Llama, physical_cores
+from routeahead.engine.llama import Llama
 from routeahead.errors import RouteAheadError, SettingsError
 from routeahead.evaluation import corpus, grading
 from routeahead.evaluation.corpus import Chunk, Opening, Piece, Question, Vocabulary
@@ -32,6 +32,7 @@ from routeahead.evaluation.summary import Summary, summarise
 from routeahead.evaluation.work import BASELINE, WorkFolder
 from routeahead.experts.layout import MIB
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.machine.cpus import default_threads
 from routeahead.machine.memory import available_bytes
 
 DEFAULT_CONTEXT = 512
@@ -87,7 +88,7 @@ class Request:
     max_tokens: int = DEFAULT_TOKENS
     generate: int = 0
     prompt_through_decode: bool = False
-    threads: int = field(default_factory=physical_cores)
+    threads: int = field(default_factory=default_threads)
     baseline: dict[str, Any] = field(default_factory=lambda: {"resident": True})
 
 

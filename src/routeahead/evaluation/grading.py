@@ -29,7 +29,7 @@ def logits_of_each(llm: Llama, tokens: Sequence[int]) -> Iterator[Logits]:
 
     They are valid until the next are asked for.
     """
-    llm.reset()  # type: ignore[no-untyped-call]
+    llm.reset()
     llm.phase = "decode"
     try:
         for token in tokens:
@@ -44,7 +44,7 @@ def greedy(llm: Llama, prompt: Sequence[int], *, through_decode: bool) -> Iterat
 
     The prompt is one prefill; with `through_decode` each of its tokens is one decode.
     """
-    llm.reset()  # type: ignore[no-untyped-call]
+    llm.reset()
     ends = Vocabulary(llm.model).ends
     try:
         llm.phase = "decode" if through_decode else "prefill"

@@ -13,6 +13,7 @@ contiguous, which saves the block layer work (docs/architecture.md, "Pages", has
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -58,6 +59,7 @@ class Reservation:
 
     def __init__(self, nbytes: int, *, huge: bool = False) -> None:
         self._nbytes = ceil_block(nbytes) + HUGE
+        self._closed = False
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if _is_linux() else 0)
         try:
             self._mmap = mmap.mmap(-1, self._nbytes, flags=flags, prot=_READ_WRITE)
@@ -76,6 +78,20 @@ class Reservation:
     @property
     def range(self) -> Pages:
         return Pages(self.address, self._nbytes - HUGE)
+
+    def close(self) -> None:
+        """Gives the memory back at once, and the addresses as soon as nobody has a view of them.
+
+        Nothing may use the memory any more. A second call does nothing: by then the addresses may
+        be another mapping's.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        _release(self.range)
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._mmap.close()
 
 
 def _is_linux() -> bool:
@@ -224,6 +240,14 @@ class Arena:
         self._free.clear()
         self._chunks.clear()
         self._bump = self._bump_end = self._populated = self.free_bytes = 0
+
+    def close(self) -> None:
+        """Gives all memory back. No read may be in flight, and nothing may compute any more."""
+        self.recycling = False
+        self._free.clear()
+        for reservation in (*self._shards, *self._chunks):
+            reservation.close()
+        self._chunks.clear()
 
     def unpoison(self) -> None:
         """Makes everything accessible: a faulted graph may still run a product before it stops."""

@@ -147,6 +147,13 @@ class ExpertCache:
                 return key
         return None
 
+    def shrink(self) -> list[tuple[int, int]]:
+        """Between two batches: evicts what is more than the budget; returns the victims."""
+        victims: list[tuple[int, int]] = []
+        self._batch = (-1, ())
+        self._evict(victims, keep=0)
+        return victims
+
     def release(self) -> None:
         """Ends every protection."""
         self._early.clear()

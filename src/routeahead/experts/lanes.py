@@ -14,15 +14,18 @@ Hand-overs between threads:
   use it), and that before *speculative* (a guess). The evaluation thread alone adds to them, and
   takes a layer's committed reads (`adopt`) or all speculative ones (`revoke`) back out, while lanes
   take from the front too: whoever pops a read owns it.
-* `drain` returns when every lane is at rest. It sends each lane a barrier as a wake-up token. A
-  lane that waits at the barrier cannot take a second token, so all lanes have ended their reads
-  when the barrier opens.
+* `drain` returns when every lane is at rest. A lane takes reads from the queues and runs them while
+  it holds its *desk* lock. `drain` empties the queues and then takes each desk once: after that no
+  lane is in a read, and none begins one, because only the evaluation thread submits any. A signal
+  that interrupts `drain` leaves nothing behind that a lane could wait for.
+* A lane that dies (an exception from outside, such as a thread that is killed) first settles its
+  read. The last one to die cancels what is queued; `submit` does the same if it finds no lane
+  alive. Both may do so at once. `drain` starts new lanes in place of dead ones.
 """
 
 from __future__ import annotations
 
 import _thread
-import contextlib
 import threading
 import time
 from collections import deque
@@ -30,7 +33,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
-from routeahead.errors import ReadError
+from routeahead.errors import ReadError, SettingsError
 from routeahead.experts.arena import Arena, Pages
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.reader import Reader
@@ -129,6 +132,14 @@ class ReadRecord(NamedTuple):
     nbytes: int
 
 
+def no_thread(what: str) -> SettingsError:
+    """The error to raise where the system refused to start a thread for `what`."""
+    return SettingsError(
+        f"cannot start a thread for {what}: no more are allowed; "
+        "raise the limit (ulimit -u, or pids.max of a container), or give fewer io_threads"
+    )
+
+
 class Lanes:
     """`count` threads that serve reads: by kind, then oldest submission first."""
 
@@ -137,19 +148,21 @@ class Lanes:
         self._queues: dict[Kind, deque[Read]] = {
             "demand": deque(), "committed": deque(), "speculative": deque(),
         }  # fmt: skip
-        self._wake: SimpleQueue[threading.Barrier | bool] = SimpleQueue()
+        self._wake: SimpleQueue[bool] = SimpleQueue()
         self._ledger = threading.Lock()
+        self._desks = [threading.Lock() for _ in range(count)]
         self._busy = [0.0] * count  # seconds; entry i is written by lane i alone
         self._bytes = [0] * count
         self._early_bytes = [0] * count
         self._reads = [0] * count
         self.records: list[ReadRecord] | None = None  # of reads that have ended, for a trace
-        self._threads = [
-            threading.Thread(target=self._serve, args=(lane,), name=f"lane-{lane}", daemon=True)
-            for lane in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._alive = 0  # lanes that serve; changed under `_ledger`
+        self._threads: list[threading.Thread | None] = [None] * count
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def busy_s(self) -> float:
@@ -175,6 +188,8 @@ class Lanes:
         self._queues[kind].extend(reads)
         for _ in range(min(len(reads), len(self._threads))):
             self._wake.put(True)
+        if not self._alive:
+            self.cancel()
 
     def adopt(self, layer: int) -> list[Read]:
         """Takes back those of the committed reads of `layer` that no lane has begun.
@@ -205,31 +220,65 @@ class Lanes:
                 self._settle(read, ReadError(f"{read}: cancelled"))
 
     def drain(self) -> None:
-        """Cancels what no lane has begun and returns when no lane is reading."""
+        """Cancels what no lane has begun and returns when no lane is reading.
+
+        Raises:
+            SettingsError: a lane has died, and the system refuses to start another.
+        """
         self.cancel()
-        barrier = threading.Barrier(len(self._threads) + 1)
-        for _ in self._threads:
-            self._wake.put(barrier)
-        try:
-            barrier.wait()
-        except BaseException:  # a signal: this thread does not come, so the lanes must not wait
-            barrier.abort()
-            raise
+        for desk in self._desks:
+            with desk:
+                pass
+        if not all(thread and thread.is_alive() for thread in self._threads):
+            self._start()
 
     def close(self) -> None:
-        self.drain()
+        self.cancel()
         for _ in self._threads:
             self._wake.put(False)
         for thread in self._threads:
-            thread.join()
+            if thread and thread.is_alive():
+                thread.join()
+        self._threads = []  # `drain` starts none anew
+
+    def forked(self) -> None:
+        """In a child process, after a fork: the threads exist in the parent alone, and locks that
+        they held there would stay locked here."""
+        self._threads, self._desks, self._alive = [], [], 0
+        self._ledger = threading.Lock()
+
+    def _start(self) -> None:
+        """Starts the lanes that do not run."""
+        for lane, old in enumerate(self._threads):
+            if old and old.is_alive():
+                continue
+            name = f"lane-{lane}"
+            thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
+            self._threads[lane] = thread
+            with self._ledger:
+                self._alive += 1
+            try:
+                thread.start()
+            except RuntimeError:
+                with self._ledger:
+                    self._alive -= 1
+                raise no_thread(f"lane {lane + 1} of {len(self._threads)}") from None
 
     def _serve(self, lane: int) -> None:
-        while token := self._wake.get():
-            while read := self._next():
-                self._run(lane, read)
-            if isinstance(token, threading.Barrier):
-                with contextlib.suppress(threading.BrokenBarrierError):
-                    token.wait()
+        desk = self._desks[lane]
+        try:
+            while self._wake.get():
+                with desk:
+                    while read := self._next():
+                        self._run(lane, read)
+        except BaseException:
+            self._wake.put(True)  # what woke this lane is another one's now
+            raise
+        finally:
+            with self._ledger:
+                self._alive -= 1
+            if not self._alive:
+                self.cancel()
 
     def _next(self) -> Read | None:
         for queue in self._queues.values():
@@ -238,6 +287,14 @@ class Lanes:
         return None
 
     def _run(self, lane: int, read: Read) -> None:
+        error: BaseException | None = ReadError(f"{read}: its lane died")
+        try:
+            error = self._read(lane, read)
+        finally:  # whatever happens, or the waiting thread would hang
+            self._settle(read, error)
+
+    def _read(self, lane: int, read: Read) -> BaseException | None:
+        """Reads, counts, and returns what went wrong."""
         error: BaseException | None = None
         tensor, expert, offset, view, need, inner = read.slice
         got, start = 0, time.perf_counter()
@@ -249,7 +306,7 @@ class Lanes:
             self._reads[lane] += 1
         except ReadError as caught:
             error = ReadError(f"{read}: {caught}")
-        except BaseException as caught:  # settled in any case, or the waiting thread would hang
+        except BaseException as caught:
             error = caught
         end = time.perf_counter()
         self._busy[lane] += end - start
@@ -260,7 +317,7 @@ class Lanes:
                     tensor.shard, offset, got,
                 )
             )  # fmt: skip
-        self._settle(read, error)
+        return error
 
     def _settle(self, read: Read, error: BaseException | None) -> None:
         with self._ledger:

@@ -126,6 +126,12 @@ class ExpertSource:
         if self._void:
             self.recover()
 
+    def resize(self, budget: int) -> None:
+        """Changes the cache's budget between two batches; what no longer fits is given back."""
+        self.cache.budget = budget
+        self._give(self.cache.shrink())
+        self._arena.trim(max(0, budget + self._layer_bytes - self.cache.used))
+
     def order_projections(self, order: Sequence[str]) -> None:
         """Reads are issued in the order in which the graph computes the projections."""
         self._order = {projection: place for place, projection in enumerate(order)}
@@ -309,7 +315,11 @@ class ExpertSource:
         self._void = False
 
     def close(self) -> None:
+        """Stops the lanes and lets go of all memory."""
         self.lanes.close()
+        self._by_layer.clear()
+        self._early.clear()
+        self._guesses.clear()
 
 
 def read_dense(

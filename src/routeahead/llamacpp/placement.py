@@ -105,6 +105,12 @@ class Placement:
         if self._fault:
             raise StreamError(f"placing the tensors failed: {self._fault}") from self._fault
 
+    def close(self) -> None:
+        """Gives the addresses back. llama.cpp must have freed the model."""
+        for reservation in self._reservations:
+            reservation.close()
+        self._reservations.clear()
+
     def _copy_cpu_type(self) -> Any:
         base = self._base
         source = base.ggml_backend_cpu_buffer_type()

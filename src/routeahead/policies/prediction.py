@@ -1,4 +1,4 @@
-"""What the two policies that predict by routers have in common: settings, and what they exclude."""
+"""What the policies that predict by routers have in common."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from routeahead.policies.drop import DropCold
 from routeahead.policies.forced import ForcedRouting
 from routeahead.policies.settings import PolicySettings
-from routeahead.prediction.predictions import Compute, Consumer, Late, Predictions, ReadEarly
-from routeahead.routing.policy import Model, Precision
+from routeahead.prediction.predictions import Compute, Late, Predictions, ReadEarly, Reason
+from routeahead.prediction.rankings import StepRankings
+from routeahead.routing.policy import Model, Policy, Precision, Routing
 from routeahead.setting import ROUTE_AHEAD, setting
+from routeahead.types import Phase
 
 _PREDICTING = ("route_ahead", "predict_prefetch")
 
@@ -33,29 +35,60 @@ class PredictionSettings(PolicySettings):
     )
 
 
-def make_predictions(
-    model: Model,
-    consumer: Consumer,
-    options: PredictionSettings,
-    *,
-    late: Late,
-    read_early: ReadEarly,
-) -> Predictions:
-    """Predictions for a policy, which take the model's other policies into account."""
-    forced, drop = model.find(ForcedRouting), model.find(DropCold)
-    if drop and options.route_ahead_compute == "worker":
-        warnings.warn(
-            "drop_cold_experts keeps what was read early, and with route_ahead_compute='worker' "
-            "that depends on timing, and so does the output: 'inline' repeats",
-            stacklevel=2,
+class PredictingPolicy(StepRankings, Policy):
+    """Shows every hidden vector to `Predictions`, which offer it their rankings.
+
+    Attributes:
+        depth: how many MoE layers early it predicts.
+        predictions: where rankings come from; set when the policy is bound.
+    """
+
+    depth: int
+    predictions: Predictions
+
+    def predict_for(
+        self, model: Model, options: PredictionSettings, *, late: Late, read_early: ReadEarly
+    ) -> None:
+        """Makes the predictions, which take the model's other policies into account."""
+        forced, drop = model.find(ForcedRouting), model.find(DropCold)
+        if drop and options.route_ahead_compute == "worker":
+            warnings.warn(
+                "drop_cold_experts keeps what was read early, and with "
+                "route_ahead_compute='worker' that depends on timing, and so does the output: "
+                "'inline' repeats",
+                stacklevel=2,
+            )
+        self.predictions = Predictions(
+            model,
+            self,
+            compute=options.route_ahead_compute,
+            late=late,
+            precision=options.router_precision,
+            read_early=read_early,
+            recorded=forced.selection if forced else None,
+            cold_share=drop.share if drop and drop.aware else 0.0,
         )
-    return Predictions(
-        model,
-        consumer,
-        compute=options.route_ahead_compute,
-        late=late,
-        precision=options.router_precision,
-        read_early=read_early,
-        recorded=forced.selection if forced else None,
-        cold_share=drop.share if drop and drop.aware else 0.0,
-    )
+
+    def cannot_predict(self, layer: int, reason: Reason) -> None:
+        """There will be no ranking for the layer in this step."""
+
+    def wants_hidden(self, phase: Phase) -> bool:
+        return self.predictions.active
+
+    def begin(self, phase: Phase, position: int) -> None:
+        self.predictions.begin(phase, position)
+
+    def predict(self, routing: Routing) -> None:
+        self.predictions.predict(routing)
+
+    def issued(self, routing: Routing) -> None:
+        self.predictions.issue(routing.layer)
+
+    def product(self, layer: int) -> None:
+        self.predictions.issue(layer)
+
+    def recover(self) -> None:
+        self.predictions.recover()
+
+    def close(self) -> None:
+        self.predictions.close()

@@ -12,15 +12,12 @@ from typing import Any
 
 from routeahead.errors import SettingsError
 from routeahead.policies.drop import DropCold
-from routeahead.policies.prediction import PredictionSettings, make_predictions
+from routeahead.policies.prediction import PredictingPolicy, PredictionSettings
 from routeahead.policies.settings import PolicySettings
 from routeahead.policies.substitute import Substitute
-from routeahead.prediction.predictions import Reason
-from routeahead.prediction.rankings import StepRankings
 from routeahead.routing.policy import Model, Policy, Routing
 from routeahead.setting import POLICIES, setting
 from routeahead.telemetry.counters import Totals, share
-from routeahead.types import Phase
 
 _UNKNOWN = "this model's routers know nothing of a forced routing"
 
@@ -102,7 +99,7 @@ class PredictedSettings(PredictionSettings):
         return PredictedPrefetch(self.predict_spec_max, self) if self.predict_prefetch else None
 
 
-class PredictedPrefetch(StepRankings, Policy):
+class PredictedPrefetch(PredictingPolicy):
     """Guesses what the next layer's own router says of this layer's input.
 
     Attributes:
@@ -123,16 +120,8 @@ class PredictedPrefetch(StepRankings, Policy):
     def bind(self, model: Model) -> None:
         self._experts = model.experts
         # A guess that is late is worth nothing, so it is not waited for.
-        self.predictions = make_predictions(
-            model, self, self._options, late="pass", read_early=self._read
-        )
+        self.predict_for(model, self._options, late="pass", read_early=self._read)
         _warn_of_lookers(model)
-
-    def wants_hidden(self, phase: Phase) -> bool:
-        return self.predictions.active
-
-    def begin(self, phase: Phase, position: int) -> None:
-        self.predictions.begin(phase, position)
 
     def routed(self, routing: Routing) -> None:
         self.predictions.settle(routing)
@@ -140,24 +129,6 @@ class PredictedPrefetch(StepRankings, Policy):
         if guess is not None and len(routing.ids) == 1:
             self.slots += len(guess)
             self.agreed_slots += len(set(guess.tolist()).intersection(routing.ids[0].tolist()))
-
-    def predict(self, routing: Routing) -> None:
-        self.predictions.predict(routing)
-
-    def issued(self, routing: Routing) -> None:
-        self.predictions.issue(routing.layer)
-
-    def product(self, layer: int) -> None:
-        self.predictions.issue(layer)
-
-    def cannot_predict(self, layer: int, reason: Reason) -> None:
-        """There will be no guess for the layer, so nothing is read for it."""
-
-    def recover(self) -> None:
-        self.predictions.recover()
-
-    def close(self) -> None:
-        self.predictions.close()
 
     def report(self, decode: Totals) -> dict[str, Any]:
         return {

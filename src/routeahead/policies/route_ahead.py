@@ -12,13 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from routeahead.policies.prediction import PredictionSettings, make_predictions
+from routeahead.policies.prediction import PredictingPolicy, PredictionSettings
 from routeahead.prediction.predictions import Late, Reason
-from routeahead.prediction.rankings import StepRankings
 from routeahead.routing.policy import Model, Policy, Routing
 from routeahead.setting import ROUTE_AHEAD, setting
 from routeahead.telemetry.counters import Totals, share
-from routeahead.types import Phase
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
@@ -101,7 +99,7 @@ class AheadCounts:
         return sum(count for why, count in self.by_reason.items() if why not in EXPECTED)
 
 
-class RouteAhead(StepRankings, Policy):
+class RouteAhead(PredictingPolicy):
     """Commits predictions.
 
     A *ranking* belongs to one decode step, told by its serial number: one that was made in an
@@ -109,7 +107,6 @@ class RouteAhead(StepRankings, Policy):
 
     Attributes:
         depth: N, in MoE layers.
-        predictions: where rankings come from.
         counts: what became of each routing.
     """
 
@@ -128,22 +125,13 @@ class RouteAhead(StepRankings, Policy):
     def bind(self, model: Model) -> None:
         self.counts = AheadCounts({layer: Agreement() for layer in model.layers})
         self._first = frozenset(model.layers[: self.depth])
-        self.predictions = make_predictions(
-            model, self, self._options, late=self._late, read_early=model.experts.read_early
-        )
-
-    def wants_hidden(self, phase: Phase) -> bool:
-        return self.predictions.active
-
-    def begin(self, phase: Phase, position: int) -> None:
-        self.predictions.begin(phase, position)
+        self.predict_for(model, self._options, late=self._late, read_early=model.experts.read_early)
 
     def next_step(self) -> None:
         super().next_step()
         self._missing.clear()
 
     def cannot_predict(self, layer: int, reason: Reason) -> None:
-        """There will be no ranking for the layer in this step."""
         self._missing[layer] = reason
 
     def routed(self, routing: Routing) -> None:
@@ -175,21 +163,6 @@ class RouteAhead(StepRankings, Policy):
         if len(routing.ids) != 1:
             return "several_rows"
         return None if routing.layer in self else self._missing.get(routing.layer, "late")
-
-    def predict(self, routing: Routing) -> None:
-        self.predictions.predict(routing)
-
-    def issued(self, routing: Routing) -> None:
-        self.predictions.issue(routing.layer)
-
-    def product(self, layer: int) -> None:
-        self.predictions.issue(layer)
-
-    def recover(self) -> None:
-        self.predictions.recover()
-
-    def close(self) -> None:
-        self.predictions.close()
 
     def report(self, decode: Totals) -> dict[str, Any]:
         counts = self.counts

@@ -1,0 +1,149 @@
+"""How large a model's expert cache may be, as memory comes and goes.
+
+Other programs need memory, too: the kernel would kill one of them, or swap. So a thread watches how
+much is free, and the cache gives way and grows again.
+
+The hand-over between threads: the watcher publishes `_published`, one number, computed from what is
+free and from how much the caches hold at that moment (it reads their `used`, one number each, which
+their evaluation threads write). The evaluation thread takes it at the beginning of a batch, and it
+alone changes the cache. Neither waits for the other. A model that nobody uses therefore keeps what
+its cache holds.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+
+from routeahead.errors import SettingsError
+from routeahead.experts.cache import ExpertCache
+from routeahead.experts.lanes import no_thread
+from routeahead.experts.layout import MIB
+from routeahead.machine.memory import available_bytes, pressure
+
+# Left free: llama.cpp's compute buffers, Python, the kernel; what others take between two looks.
+_HEADROOM = 256 * MIB
+_FIXED_HEADROOM = 64 * MIB  # if the user chose the size
+_LOOK_S = 0.25
+_PRESSURE = 10.0  # percent; more means that somebody waits for memory
+# A cache that is resized loses experts, so it follows in steps of this share of what it wants.
+_STEP = 16
+
+
+class CacheBudget:
+    """Budget of one model's expert cache, in bytes.
+
+    Attributes:
+        now: what the cache was told last.
+        least: the smallest that it has been.
+        resizes: how often it has changed.
+    """
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        size: int | None,
+        *,
+        whole: int,
+        token: int,
+        floor: int,
+        beside: int,
+    ) -> None:
+        """
+        Measures what is free.
+
+        Args:
+            cache: whose budget this is; it is not changed here.
+            size: what the user chose; None for all that is free.
+            whole: bytes of all experts.
+            token: of what one token routes to.
+            floor: the cache is never made smaller than this.
+            beside: of what stands beside the cache now and then.
+
+        Raises:
+            SettingsError: not even one token's experts have room.
+        """
+        self._cache, self._beside = cache, beside
+        self._headroom = _HEADROOM if size is None else _FIXED_HEADROOM
+        self._wanted = whole if size is None else size
+        self._floor = min(floor, self._wanted)
+        self._watcher: threading.Thread | None = None
+        self._ended = threading.Event()
+        room = min(self._share(), available_bytes() - self._headroom - beside)
+        if size is None and room < token:
+            others = sum(one._cache.used for one in _all)
+            hint = f"; other models of this process hold {others // MIB} MiB" if others else ""
+            raise SettingsError(
+                f"{max(0, room) // MIB} MiB are left for the expert cache and one token routes "
+                f"to {-(-token // MIB)} MiB: use a smaller context, or cache_mb=0{hint}"
+            )
+        if size and room < size:
+            warnings.warn(
+                f"cache_mb={size // MIB}, but {max(0, room) // MIB} MiB are free: the cache stays "
+                "within that, and grows when there is more",
+                stacklevel=6,
+            )
+        self.now = self.least = self._published = self._clamp(room)
+        self.resizes = 0
+        _all.add(self)
+
+    def watch(self) -> None:
+        """Starts the watcher, unless there is nothing to decide.
+
+        Raises:
+            SettingsError: the system refuses to start a thread.
+        """
+        if self._floor == self._wanted:
+            return
+        self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
+        try:
+            self._watcher.start()
+        except RuntimeError:
+            self._watcher = None
+            raise no_thread("watching memory") from None
+
+    def take(self) -> int | None:
+        """The new size of the cache; None if it stays. Called between two batches."""
+        published, step = self._published, self._wanted // _STEP
+        if published < self.now:
+            size = self._clamp(published - step)
+        elif published == self._wanted or published > self.now + 2 * step:
+            size = published
+        else:
+            return None
+        if size == self.now:
+            return None
+        self.now, self.least = size, min(size, self.least)
+        self.resizes += 1
+        return size
+
+    def close(self) -> None:
+        _all.discard(self)
+        self._ended.set()
+        if self._watcher and self._watcher.is_alive():
+            self._watcher.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            room = self._share()
+            if pressure() > _PRESSURE:
+                room = min(room, self._cache.used - self._wanted // _STEP)
+            self._published = self._clamp(room)
+
+    def _share(self) -> int:
+        """This model's part of what caches may hold: what is free, and what they hold already.
+
+        Models that want less than an equal part leave the rest to the others.
+        """
+        models = [self, *(one for one in list(_all) if one is not self)]
+        room = available_bytes() - self._headroom
+        room += sum(one._cache.used - one._beside for one in models)
+        equal = room // len(models)
+        return room - sum(min(one._wanted, equal) for one in models[1:])
+
+    def _clamp(self, size: int) -> int:
+        return max(self._floor, min(size, self._wanted))
+
+
+_all: weakref.WeakSet[CacheBudget] = weakref.WeakSet()
