@@ -23,6 +23,7 @@ from support.reference import Resident
 from routeahead import Llama, SettingsError
 from routeahead.cli.inspect import facts
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.telemetry.recorder import Outputs
 
 PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
 ROWS = {row.model: row for row in rows_of(PAGE)}
@@ -156,6 +157,16 @@ def test_inspect_counts_what_a_run_loads(written: Write) -> None:
 def test_a_resident_model_without_kv_cache_refuses_too(written: Write) -> None:
     with closing(Llama(written("llada-moe"), resident=True, n_ctx=CONTEXT, n_threads=1)) as llm:
         refuses(llm)
+
+
+def test_a_trace_with_a_topk_for_each_layer(written: Write, tmp_path: Path) -> None:
+    """What was recorded drives the same model to the same logits."""
+    path, trace = written("nemotron_h_moe:puzzle"), tmp_path / "route.csv"
+    outputs, batches = Outputs(route_trace=trace), PROMPTS[0]
+    with Loaded(path, "none", {"outputs": outputs}) as llm:
+        expected = evaluate(llm, batches)
+    with Loaded(path, "none", {"replay_routing": trace}) as llm:
+        np.testing.assert_array_equal(evaluate(llm, batches), expected)
 
 
 # --- adapters ---

@@ -153,7 +153,10 @@ class StreamedModel:
         def ranker(precision: Precision) -> RouterRanker:
             return RouterRanker(self.callback.router_input(layers), precision)
 
-        model = Model(layers, layout.n_expert, self._top_k, width, source, ranker)
+        top_ks = {} if self._settings.n_expert_used else {n: layout.top_k(n) for n in layers}
+        model = Model(
+            layers, layout.n_expert, self._top_k, width, source, ranker, top_k_by_layer=top_ks
+        )
         return make_policies(self._settings, model, self._given)
 
     def _map_dense(self) -> None:

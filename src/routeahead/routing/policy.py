@@ -17,7 +17,7 @@ In one layer of one ubatch the hooks come in this order, all on the evaluation t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -96,6 +96,7 @@ class Model:
         experts: the cache and the lanes.
         ranker: makes a `Ranker` with router matrices of that precision.
         policies: all policies of this model, in the order of their hooks.
+        top_k_by_layer: where layers differ in it.
     """
 
     layers: Sequence[int]
@@ -105,6 +106,7 @@ class Model:
     experts: Experts
     ranker: Callable[[Precision], Ranker]
     policies: Sequence[Policy] = ()
+    top_k_by_layer: Mapping[int, int] = field(default_factory=dict)
     _index: dict[int, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
