@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -41,19 +41,22 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def load(library: Library) -> Iterator[Callable[..., Llama]]:
-    """Loads a fixture model with streaming settings; closed when the test ends."""
+    """Loads a fixture model with streaming settings and hooks; closed when the test ends."""
     from support.library import CONTEXT, THREADS
 
     from routeahead import Llama
+    from routeahead.engine.streamed_model import Hooks
 
     opened: list[Llama] = []
 
-    def open_model(name: str, *, shards: int = 1, **settings: object) -> Llama:
+    def open_model(name: str, *, shards: int = 1, **settings: Any) -> Llama:
+        hooks = {hook: settings.pop(hook) for hook in ("wrap_reader", "poison") if hook in settings}
         llm = Llama(
             library.path(name, shards),
             n_ctx=CONTEXT,
             n_batch=CONTEXT,
             n_threads=THREADS,
+            _hooks=Hooks(**hooks),
             **settings,
         )
         opened.append(llm)

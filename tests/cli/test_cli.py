@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 from support.commands import Command, Done
 from support.library import Library
@@ -209,17 +208,6 @@ def renamed_shard(tmp_path: Path, library: Library) -> Path:
     return target
 
 
-def without_experts(tmp_path: Path, library: Library) -> Path:
-    path = tmp_path / "dense.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def with_value(key: str, value: int) -> Callable[[Path, Library], Path]:
     """A model of which one count is another."""
 
@@ -244,7 +232,6 @@ FILES: list[tuple[Callable[[Path, Library], Path], tuple[str, ...]]] = [
     (truncated_header, ("malformed or truncated",)),
     (missing_shard, ("shard missing", "-00002-of-00004")),
     (renamed_shard, ("one of 4 shards",)),
-    (without_experts, ("nothing to", "--resident runs it")),
     (with_value("expert_used_count", 0), ("expert_used_count is 0",)),
     (with_value("expert_used_count", 17), ("expert_used_count is 17", "16 experts")),
     (with_value("expert_count", 0), ("expert_count is 0",)),

@@ -22,6 +22,8 @@ from support.reference import Resident
 
 from routeahead import Llama, SettingsError
 from routeahead.cli.inspect import facts
+from routeahead.engine.streamed_model import Hooks
+from routeahead.llamacpp.eval_callback import layer_of
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.telemetry.recorder import Outputs
 
@@ -106,12 +108,16 @@ def test_ubatches_of_a_model_with_two_topks(written: Write) -> None:
     batches = PROMPTS[0]
     with (
         closing(Llama(path, resident=True, **settings)) as resident,
-        closing(Llama(path, cache_mb=0, poison=True, **settings)) as llm,
+        closing(Llama(path, cache_mb=0, _hooks=Hooks(poison=True), **settings)) as llm,
     ):
         np.testing.assert_array_equal(evaluate(llm, batches), evaluate(resident, batches))
         decode, layout = llm.counters.decode, llm.layout
         routed = len(batches[1:]) * TOP_K * len(layout.moe_layers)
         assert decode.hits + decode.misses == routed
+
+
+def test_the_layer_of_a_copy() -> None:
+    assert layer_of(b"ffn_moe_topk-17") == layer_of(b"ffn_moe_topk-17 (copy)") == 17
 
 
 def test_a_topk_for_each_layer(written: Write) -> None:

@@ -16,6 +16,7 @@ from support.evaluations import CONTEXT, PLAIN, TEXT, TOKENS, fewer
 from support.library import Library
 from support.readers import Failing, disk_error
 
+from routeahead.engine.streamed_model import Hooks
 from routeahead.errors import ReadError, SettingsError
 from routeahead.evaluation.evaluate import Evaluation, Request, Setting
 from routeahead.evaluation.summary import Summary
@@ -173,7 +174,8 @@ def test_a_failed_read_names_its_setting_and_leaves_nothing(
         return reader
 
     # The dense weights are mapped, so that the fifth read is an expert's.
-    broken = Setting("broken", {"cache_mb": 0, "dense": "mmap", "wrap_reader": failing})
+    hooks = Hooks(wrap_reader=failing)
+    broken = Setting("broken", {"cache_mb": 0, "dense": "mmap", "_hooks": hooks})
     with pytest.raises(ReadError, match=r"^broken: .*Input/output error"):
         Evaluation(request_on(), [broken], tmp_path).run()
     assert not list((tmp_path / "settings" / "broken").glob("text-*"))

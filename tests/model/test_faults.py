@@ -340,7 +340,6 @@ def test_cache_too_small_names_the_size_that_would_do(load: Load) -> None:
         ({"dense": "swap"}, "dense is 'swap'"),
         ({"resident": True, "cache_mb": 5}, "resident streams nothing"),
         ({"force_cache": True}, "force_cache allows"),
-        ({"n_gpu_layers": 3}, "n_gpu_layers"),
     ],
 )
 def test_settings_that_contradict(load: Load, settings: dict[str, object], message: str) -> None:

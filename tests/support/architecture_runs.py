@@ -9,6 +9,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import llama_cpp
 import numpy as np
 
 from routeahead import Llama, ModelError
+from routeahead.engine.streamed_model import Hooks
 from routeahead.llamacpp.gguf_file import read_layout
 from support import architectures
 from support.architecture_table import MODELS
@@ -59,12 +61,12 @@ class Examination:
         self._name, self._path = name, path
 
     def row(self) -> Row:
-        if not read_layout(self._path).experts:
-            return self._refused()
         resident = Resident(self._path, n_ctx=CONTEXT, threads=1)
         generates = resident.has_memory
         expected = [resident.evaluate(batches) for batches in PROMPTS] if generates else []
         resident.close()
+        if not read_layout(self._path).experts:
+            return self._whole(expected)
         with self._load("none") as llm:
             layout = llm.layout
             numbers = [layout.top_k(layer) for layer in layout.moe_layers]
@@ -84,14 +86,22 @@ class Examination:
             self._name, layers, top_k, same, predicted, committed, dropping, substitution, note
         )
 
-    def _refused(self) -> Row:
-        try:
-            self._load("none")
-        except ModelError as error:
-            assert "has no experts" in str(error) and "\n" not in str(error)
-        else:
-            raise AssertionError("it was loaded")
-        return Row(self._name, "0", "", "", "", "", "", "", "has no experts: refused")
+    def _whole(self, expected: Sequence[Logits]) -> Row:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            llm = Llama(
+                self._path,
+                n_ctx=CONTEXT,
+                n_batch=CONTEXT,
+                n_threads=1,
+                cache_mb=1,
+                force_cache=True,
+            )
+        assert any("the whole model is loaded: it has no experts" in str(w.message) for w in told)
+        with closing(llm):
+            for batches, logits in zip(PROMPTS, expected, strict=True):
+                np.testing.assert_array_equal(evaluate(llm, batches), logits)
+        return Row(self._name, "0", "", "", "", "", "", "", "has no experts: loaded whole")
 
     def _same(self, expected: Sequence[Logits]) -> tuple[str, bool]:
         """Also whether the graph routes at all."""
@@ -185,7 +195,7 @@ class Loaded:
             warnings.simplefilter("ignore", UserWarning)  # few experts a token, under dropping
             self._llm = Llama(
                 path, n_ctx=CONTEXT, n_batch=CONTEXT, n_ubatch=CONTEXT, n_threads=1, cache_mb=1,
-                force_cache=True, io_threads=1, poison=True, **settings,
+                force_cache=True, io_threads=1, _hooks=Hooks(poison=True), **settings,
             )  # fmt: skip
         layout, source = self._llm.layout, self._llm.source
         assert source
@@ -231,7 +241,7 @@ def page(rows: Sequence[Row], version: str) -> str:
     counts = (
         f"{len(rows)} models of {len(arches)} architectures: {whole} are identical with every "
         f"cache. {embedding} of these\nhave no KV cache: they embed, and generating is refused. "
-        f"{dense} others are refused because they have no\nexperts in this llama.cpp."
+        f"{dense} others have no experts in this llama.cpp\nand are loaded whole."
     )
     lines = [_HEADS, ["---"] * len(_HEADS), *map(astuple, rows)]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)

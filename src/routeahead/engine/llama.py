@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import os
 import time
 import warnings
 import weakref
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
 from routeahead.config import Settings
+from routeahead.engine.keywords import signature, split
 from routeahead.engine.policies import Policies
 from routeahead.engine.starved import Starved
-from routeahead.engine.streamed_model import Progress, StreamedModel, WrapReader
-from routeahead.engine.turns import Closed, Turns
+from routeahead.engine.streamed_model import NO_HOOKS, Hooks, Progress, StreamedModel
+from routeahead.engine.turns import TakingTurns
 from routeahead.errors import ModelError, SettingsError, StreamError, UseError
 from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
@@ -29,15 +30,21 @@ from routeahead.telemetry.counters import Counters, Totals, cpu_s
 from routeahead.telemetry.recorder import NOTHING, Outputs
 from routeahead.types import Phase
 
-# What `llama_cpp.Llama` takes: other keywords are misspelt.
-_LLAMA_ARGUMENTS = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {
-    "self",
-    "kwargs",
-}
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from routeahead.engine.arguments import Arguments
 
 
-class Llama(llama_cpp.Llama):
-    """Takes everything that `llama_cpp.Llama` takes, and the streaming settings.
+def _phase(rows: int, position: int) -> Phase:
+    """What a batch is if nobody says: one row after others is a decode."""
+    return "decode" if rows == 1 and position > 0 else "prefill"
+
+
+class Llama(TakingTurns):
+    """A `llama_cpp.Llama` that leaves the experts on disk and reads them as tokens route to them.
+
+        llm = Llama("model.gguf", n_ctx=4096, cache_mb=4000)
 
     Whatever accepts a llama-cpp-python model accepts this one. Calls of several threads run one
     after the other (`engine.turns` says how streams share a model), and a child process that was
@@ -46,13 +53,19 @@ class Llama(llama_cpp.Llama):
 
     After `close`, whatever needs the model raises `UseError`.
 
+    Usually set are `cache_mb` (memory for experts, in MiB; "auto" takes what is free), `n_ctx`,
+    `n_threads` and `io_threads` (threads that read). Further keywords are the fields of
+    `routeahead.Settings`, and what `llama_cpp.Llama` takes, with its defaults but for `verbose`,
+    which is off, and `n_threads`, which is the number of cores. `use_mmap`, `use_mlock` and, on a
+    build without a GPU, `n_gpu_layers` have no effect. A model without experts is loaded whole.
+
     Attributes:
         settings: the streaming settings, validated.
         layout: where the model's tensors lie.
-        streamed: the streaming parts; None where the model is resident.
-        counters: what has been counted since the load.
-        phase: what the next batch is; `generate` declares it, and direct callers of `eval` may.
-            The number of rows does not tell: a prompt's last row looks like a decode.
+        streamed: the streaming parts; None if the model is resident.
+        counters: what has been counted since the load, of all batches that came through this class.
+        phase: what the next batch is; None lets its size tell, which is right unless a prompt's
+            last row comes alone. `generate` declares it, and direct callers of `eval` may.
     """
 
     streamed: StreamedModel | None = None
@@ -61,38 +74,38 @@ class Llama(llama_cpp.Llama):
         self,
         model_path: str | os.PathLike[str],
         *,
-        wrap_reader: WrapReader | None = None,
-        poison: bool = False,
+        policies: Sequence[Policy] = (),
+        outputs: Outputs = NOTHING,
         progress: Progress | None = None,
         cap_context: bool = False,
-        outputs: Outputs = NOTHING,
-        policies: Sequence[Policy] = (),
-        **arguments: Any,
+        _hooks: Hooks = NO_HOOKS,
+        **arguments: Unpack[Arguments],
     ) -> None:
         """
+        Loads a model.
+
         Args:
-            wrap_reader: puts another reader between the lanes and the disk (experiments, tests).
-            poison: makes access to an expert that was not provided a crash (tests).
+            policies: policies of your own, after the built-in ones (docs/policy-api.md).
+            outputs: traces to write.
             progress: called with (bytes, bytes in all) while the dense weights are read.
             cap_context: take `n_ctx` as a wish and the model's trained context as its limit.
-            outputs: traces to write.
-            policies: policies of your own, after the built-in ones (docs/policy-api.md).
-            arguments: fields of `routeahead.Settings`, and what `llama_cpp.Llama` takes.
+            arguments: see the class.
 
         Raises:
+            TypeError: a keyword is unknown.
             ModelError: the file cannot be used.
             SettingsError: settings contradict each other or the cache is too small.
+            StreamError: the model cannot be streamed, and does not fit as a whole.
         """
         started = time.perf_counter()
-        self._turns = Turns()
-        self._cannot_travel = (wrap_reader, policies) != (None, ()) or outputs != NOTHING
-        self.settings, llama = Settings.split(arguments, _LLAMA_ARGUMENTS)
+        self._cannot_travel = bool(policies) or outputs != NOTHING or _hooks != NO_HOOKS
+        self.settings, llama = split(arguments)
         self.layout = read_layout(model_path)
         self.counters = Counters()
         self._read_until: tuple[float, int, int] | None = None  # lanes' totals after a batch
         self._starved = Starved()
-        self.phase: Phase = "prefill"
-        self._decoding = False
+        self.phase: Phase | None = None
+        self._evaluating = False
         trained = self.layout.value("context_length")
         if cap_context and trained:
             llama["n_ctx"] = min(llama.get("n_ctx") or int(trained), int(trained))
@@ -100,8 +113,10 @@ class Llama(llama_cpp.Llama):
             raise SettingsError(
                 "csv, io_trace, route_trace and policies are about streaming: not with resident"
             )
+        if llama.get("vocab_only"):
+            self.settings = Settings(resident=True)  # there are no weights to stream
         if not self.settings.resident:
-            self._prepare(wrap_reader, poison, outputs, policies)
+            self._prepare(outputs, policies, _hooks)
         try:
             self._load(llama, progress)
         except BaseException:
@@ -135,36 +150,28 @@ class Llama(llama_cpp.Llama):
 
     # --- loading ---
 
-    def _prepare(
-        self,
-        wrap_reader: WrapReader | None,
-        poison: bool,
-        outputs: Outputs,
-        policies: Sequence[Policy],
-    ) -> None:
+    def _prepare(self, outputs: Outputs, policies: Sequence[Policy], hooks: Hooks) -> None:
+        """Makes the streaming parts. What cannot be streamed is loaded whole, if it fits."""
         try:
+            if not self.layout.experts:
+                raise StreamError(f"it has no experts ({self.layout.arch})")
             self.streamed = StreamedModel(
-                self.layout,
-                self.settings,
-                wrap_reader=wrap_reader,
-                poison=poison,
-                outputs=outputs,
-                policies=policies,
+                self.layout, self.settings, outputs=outputs, policies=policies, hooks=hooks
             )
         except StreamError as error:
-            # Without the struct layout that streaming needs, the model is loaded whole, if it fits.
             need, free = self.layout.file_bytes, available_bytes()
+            path = self.layout.shards[0].path
             if need > free:
                 raise StreamError(
-                    f"cannot stream ({error}), and {need // MIB} MiB do not fit in the "
+                    f"{path}: cannot stream ({error}), and {need // MIB} MiB do not fit in the "
                     f"{free // MIB} MiB that are free"
                 ) from error
-            warnings.warn(f"cannot stream, so the whole model is loaded: {error}", stacklevel=3)
+            warnings.warn(
+                f"{path}: cannot stream, so the whole model is loaded: {error}", stacklevel=3
+            )
             self.settings = Settings(resident=True)
 
     def _load(self, llama: dict[str, Any], progress: Progress | None) -> None:
-        if llama.get("n_gpu_layers") or llama.get("use_mlock"):
-            raise SettingsError("n_gpu_layers and use_mlock load the experts: leave them out")
         llama.setdefault("verbose", False)
         llama["n_threads"] = llama.get("n_threads") or default_threads()
         llama["n_threads_batch"] = llama.get("n_threads_batch") or llama["n_threads"]
@@ -197,7 +204,8 @@ class Llama(llama_cpp.Llama):
             reason = reasons[0] if reasons else error
             raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error
         if self.streamed:
-            self.streamed.start(progress)
+            this = weakref.proxy(self)  # what llama.cpp calls must not keep the model alive
+            self.streamed.start(progress, lambda rows: this._unannounced(rows))  # noqa: PLW0108
             self.layout = self.streamed.layout
         self._plain_decode = self._ctx.decode
         decode = weakref.WeakMethod(self._decode)  # a cycle would outlive `del`
@@ -212,47 +220,39 @@ class Llama(llama_cpp.Llama):
 
     # --- running ---
 
-    def generate(
-        self, tokens: Sequence[int], *args: Any, **kwargs: Any
-    ) -> Generator[int, Sequence[int] | None, None]:
-        """As `llama_cpp.Llama.generate`; declares the prompt prefill, and decode what follows.
-
-        Raises:
-            SettingsError: the prompt does not fit in the context.
-            UseError: another thread used the model between two tokens.
-        """
-        return self._turns.stream(self._generate(tokens, *args, **kwargs))
-
     def _generate(
         self, tokens: Sequence[int], *args: Any, **kwargs: Any
     ) -> Generator[int, Sequence[int] | None, None]:
+        """Declares the prompt prefill, and decode what follows.
+
+        Raises:
+            SettingsError: the prompt does not fit in the context.
+        """
         if len(tokens) >= self.room:
             raise SettingsError(
                 f"the prompt has {len(tokens)} tokens and the context {self.room}: "
                 "shorten the prompt or raise n_ctx (-c)"
             )
-        inner = super().generate(tokens, *args, **kwargs)
+        inner = super()._generate(tokens, *args, **kwargs)
         sent: Sequence[int] | None = None
+        phase: Phase = "prefill"
         while True:
+            outer, self.phase = self.phase, phase
             try:
                 token = inner.send(sent)
             except StopIteration:
                 return
             finally:
-                self.phase = "prefill"  # what others evaluate while this generator rests
+                self.phase = outer  # for what others evaluate while this generator rests
             sent = yield token
-            self.phase = "decode"
+            phase = "decode"
 
-    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """As llama-cpp-python's, but what it makes of a logits processor, which is part of a cycle,
-        does not keep this object alive."""
-        this: Any = weakref.proxy(self)
-        return llama_cpp.Llama._init_sampler(this, *args, **kwargs)
-
-    def eval(self, tokens: Sequence[int]) -> None:
-        """As `llama_cpp.Llama.eval`.
+    def _eval(self, tokens: Sequence[int]) -> None:
+        """As `llama_cpp.Llama.eval`. One token after others is a decode, anything else prefill,
+        unless `phase` or `decoding` says otherwise.
 
         Raises:
+            ReadError: an expert's bytes did not arrive. The failed batch left no trace.
             ModelError: the model keeps nothing of a token for the next one (encoders, diffusion).
         """
         if self._ctx.memory is None:
@@ -260,35 +260,51 @@ class Llama(llama_cpp.Llama):
                 f"{self.layout.shards[0].path}: {self.layout.arch} has no KV cache, so it cannot "
                 "generate text token by token: use Llama(..., embedding=True).embed(text)"
             )
-        self._turns.call(super().eval, tokens)
+        outer = self.phase
+        self.phase = outer or _phase(len(tokens), self.n_tokens)
+        try:
+            super()._eval(tokens)
+        finally:
+            self.phase = outer
 
-    def sample(self, *args: Any, **kwargs: Any) -> int:
-        """As `llama_cpp.Llama.sample`."""
-        return int(self._turns.call(super().sample, *args, **kwargs))
+    @contextlib.contextmanager
+    def decoding(self) -> Generator[None]:
+        """In its block, all that is evaluated directly counts as decode, however many tokens.
 
-    def reset(self) -> None:
-        """As `llama_cpp.Llama.reset`."""
-        self._turns.call(super().reset)
-
-    def embed(self, *args: Any, **kwargs: Any) -> Any:
-        """As `llama_cpp.Llama.embed`."""
-        return self._turns.call(super().embed, *args, **kwargs)
-
-    def save_state(self) -> llama_cpp.LlamaState:
-        """The context's tokens and KV cache, for `load_state`.
-
-        Another instance of the same model with the same `n_ctx` and `n_batch` can load it, whatever
-        its streaming settings: what the expert cache holds is no part of it.
+        Settings that change the routing of decoded tokens alone, such as `route_ahead`, apply.
         """
-        return self._turns.call(super().save_state)
+        outer, self.phase = self.phase, "decode"
+        try:
+            yield
+        finally:
+            self.phase = outer
 
-    def load_state(self, state: llama_cpp.LlamaState) -> None:
-        """Continues where the state was saved, by this instance or another one."""
-        self._turns.call(super().load_state, state)
+    def check(self) -> None:
+        """Raises what a failed `llama_decode(llm.ctx, ...)` could not: it only returned 2.
 
-    def create_completion(self, *args: Any, **kwargs: Any) -> Any:
-        """As `llama_cpp.Llama.create_completion`; without `stream`, other calls wait for it."""
-        return self._turns.call(super().create_completion, *args, **kwargs)
+        Everything that evaluates through this class calls it first. The exception is kept until
+        then, or until the next batch that `llama_decode` is given.
+
+        Raises:
+            BaseException: a `ReadError`, say, or the `KeyboardInterrupt` of a Ctrl-C.
+        """
+        if self.streamed and self.streamed.callback.void:
+            self.streamed.stream.recover()
+            self.streamed.callback.check()
+
+    def _unannounced(self, rows: int) -> None:
+        """A batch begins that was given to `llama_decode` directly, or a ubatch of such a batch.
+
+        Called at the top-k of its first MoE layer, which routes `rows`.
+        """
+        streamed = self.streamed
+        assert streamed
+        if streamed.callback.void:  # the client was told, and goes on
+            streamed.stream.recover()
+        last = llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(self.ctx), 0)
+        first = max(0, last + 1 - rows)
+        streamed.stream.begin(self.phase or _phase(rows, first), first)
+        self._read_until = None  # its reads are in nobody's totals
 
     def _decode(self, batch: Any) -> None:
         """Runs one batch, counts it, and turns a fault inside the graph into an exception.
@@ -296,23 +312,24 @@ class Llama(llama_cpp.Llama):
         Raises:
             ReadError: an expert's bytes did not arrive. The batch left no trace in the context.
         """
-        if self._decoding:
+        if self._evaluating:
             raise UseError("a batch was evaluated inside another one, by a policy or a signal")
-        self._decoding = True
+        self._evaluating = True
         try:
+            self.check()
             self._run(batch)
         finally:
-            self._decoding = False
+            self._evaluating = False
 
     def _run(self, batch: Any) -> None:
-        phase, streamed, before = self.phase, self.streamed, self._reading()
+        phase, streamed, before = self.phase or "prefill", self.streamed, self._reading()
         if self._read_until:  # a guess may have been read since the last batch: it counts here
             before.io_s, before.bytes_read, before.reads = self._read_until
         try:
             if streamed:
                 streamed.adjust()
-                streamed.callback.begin()
                 streamed.stream.begin(phase, self.n_tokens)
+                streamed.callback.begin()
             self._plain_decode(batch)
             if streamed:
                 streamed.callback.check()
@@ -340,6 +357,7 @@ class Llama(llama_cpp.Llama):
             self._ctx.kv_cache_clear()  # type: ignore[no-untyped-call]
             self.n_tokens = 0
         if self.streamed:
+            self.streamed.callback.forget()
             self.streamed.stream.recover()
 
     def _reading(self) -> Totals:
@@ -396,30 +414,15 @@ class Llama(llama_cpp.Llama):
         plain = vars(Settings())
         return state | {k: v for k, v in vars(self.settings).items() if v != plain[k]}
 
-    def close(self) -> None:
-        """Gives back memory, threads and descriptors; waits for the call that runs now.
-
-        In a child process after a fork it does nothing.
-
-        Raises:
-            UseError: it is called inside another call of this model.
-        """
-        turns = self.__dict__.get("_turns")  # None: the constructor had not begun
-        if turns and not turns.forked:
-            turns.call(self._close)
-
-    def _close(self) -> None:
-        if self._turns.nested:
-            raise UseError("a model cannot be closed inside a call of it")
-        self._sampler = None
+    def _release(self) -> None:
         vars(self).pop("_plain_decode", None)
         try:
-            if hasattr(self, "_stack"):
-                super().close()
+            super()._release()
         finally:
             if self.streamed:
                 self.streamed.close()
-        closed: Any = Closed()
-        self._ctx = self._model = self._batch = self.tokenizer_ = closed
-        if "scores" in vars(self):
-            self.scores = self.scores[:0].copy()
+
+
+Llama.__init__.__signature__ = signature(  # type: ignore[attr-defined]
+    Llama.__init__, own=("policies", "outputs", "progress", "cap_context")
+)

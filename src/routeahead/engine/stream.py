@@ -56,6 +56,7 @@ class Stream:
         self._routing: Routing | None = None  # of the layer that was routed last, if watched
         self._held = False  # its reads wait until its weights are known
         self._hold = False  # so do those of this batch
+        self._open = False  # a batch has begun and not ended
         self._order: list[str] = []  # projections as the graph was seen to compute them
         self._known = {tensor.projection for tensor in tensors.values()}
         self._position = Positions()
@@ -64,7 +65,11 @@ class Stream:
 
     def begin(self, phase: Phase, position: int) -> None:
         """A batch whose first token stands at `position` is about to be evaluated."""
-        self.phase = phase
+        if self._open:  # nobody announced the end of the batch before, nor its begin
+            self.end()
+            if self._log:
+                self._log.end_of_batch()
+        self.phase, self._open = phase, True
         self.source.begin()
         self._position.begin(position)
         for policy in self.policies.begin:
@@ -78,6 +83,7 @@ class Stream:
 
     def end(self) -> None:
         """The batch was evaluated."""
+        self._open = False
         for policy in self.policies.end:
             policy.end()
         if self.policies:
@@ -203,7 +209,7 @@ class Stream:
     def recover(self) -> None:
         """Forgets everything that a void graph left behind."""
         self._load = self._routing = None
-        self._held = False
+        self._held = self._open = False
         self.policies.recover()
         self.source.recover()
 

@@ -7,6 +7,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -16,7 +17,7 @@ from routeahead.config import Settings
 from routeahead.engine.budget import CacheBudget
 from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.stream import Stream
-from routeahead.errors import ModelError, SettingsError
+from routeahead.errors import SettingsError
 from routeahead.experts.arena import Arena
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader, Throttled
@@ -32,6 +33,22 @@ Progress = Callable[[int, int], None]
 WrapReader = Callable[[Reader], Reader]
 
 
+@dataclass(frozen=True)
+class Hooks:
+    """What experiments and tests put into a streamed model; not for use.
+
+    Attributes:
+        wrap_reader: puts another reader between the lanes and the disk.
+        poison: makes access to an expert that was not provided a crash.
+    """
+
+    wrap_reader: WrapReader | None = None
+    poison: bool = False
+
+
+NO_HOOKS = Hooks()
+
+
 class StreamedModel:
     """Arena, placement, reader, hook, source and stream of one model.
 
@@ -39,7 +56,6 @@ class StreamedModel:
     Keep it alive until the model is freed.
 
     Raises:
-        ModelError: there is nothing to stream.
         StreamError: the installed library's structs are not laid out as expected.
     """
 
@@ -52,22 +68,16 @@ class StreamedModel:
         layout: ModelLayout,
         settings: Settings,
         *,
-        wrap_reader: WrapReader | None = None,
-        poison: bool = False,
         outputs: Outputs = NOTHING,
         policies: Sequence[Policy] = (),
+        hooks: Hooks,
     ) -> None:
-        if not layout.experts:
-            raise ModelError(
-                f"{layout.shards[0].path}: has no experts ({layout.arch}), so there is nothing to "
-                "stream; --resident runs it"
-            )
         self.layout, self._settings, self._outputs = layout, settings, outputs
         self._given = policies
         self._top_k = settings.n_expert_used or layout.n_expert_used
         if self._top_k > layout.n_expert:
             raise SettingsError(f"n_expert_used is {self._top_k}: the model has {layout.n_expert}")
-        self.arena = Arena(layout.shards, poison=poison)
+        self.arena = Arena(layout.shards, poison=hooks.poison)
         places = {t.name: self.arena.address(t.shard, t.offset) for t in layout.tensors}
         self._placement = Placement(places.get)
         self.callback = EvalCallback()
@@ -79,7 +89,7 @@ class StreamedModel:
         if settings.throttle:
             rate, latency = settings.throttle * MIB, settings.throttle_latency_ms / 1e3
             reader = Throttled(reader, bytes_per_s=rate, latency_s=latency)
-        self._reader = wrap_reader(reader) if wrap_reader else reader
+        self._reader = hooks.wrap_reader(reader) if hooks.wrap_reader else reader
         self._closers = contextlib.ExitStack()
         self._closers.callback(self._reader.close)
         # Also runs before the interpreter exits: later, threads no longer run, and a model that
@@ -93,13 +103,17 @@ class StreamedModel:
     def inject_context(self, params: Any) -> None:
         params.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(self.callback.function)
         params.cb_eval_user_data = self.callback.user_data
+        params.abort_callback = llama_cpp.ggml_abort_callback(self.callback.abort_function)
+        params.abort_callback_data = self.callback.user_data
 
     def abandon(self) -> None:
         """The load failed."""
         self._placement.finish(loaded=False)
 
-    def start(self, progress: Progress | None) -> None:
+    def start(self, progress: Progress | None, unannounced: Callable[[int], None]) -> None:
         """The model and its context exist: reads the dense weights, starts the lanes.
+
+        `unannounced` is called as `EvalCallback.attach` says.
 
         Raises:
             ReadError: the dense weights cannot be read.
@@ -140,6 +154,7 @@ class StreamedModel:
         )
         self.callback.attach(
             self.stream,
+            unannounced=unannounced,
             tracing=self.recorder.routes is not None,
             weighing=moe_layers if policies.weighted else (),
         )

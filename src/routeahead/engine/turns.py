@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import llama_cpp
 
 from routeahead.errors import UseError
 
@@ -96,6 +98,106 @@ class Closed:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UseError("this model is closed: load it again")
+
+
+class TakingTurns(llama_cpp.Llama):
+    """A `llama_cpp.Llama` whose calls take turns, and which is of no use after `close`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__new__(cls)
+        made._turns = Turns()
+        return made
+
+    _turns: Turns
+
+    def generate(
+        self, tokens: Sequence[int], *args: Any, **kwargs: Any
+    ) -> Generator[int, Sequence[int] | None, None]:
+        """As `llama_cpp.Llama.generate`.
+
+        Raises:
+            UseError: another thread used the model between two tokens.
+        """
+        return self._turns.stream(self._generate(tokens, *args, **kwargs))
+
+    def _generate(
+        self, tokens: Sequence[int], *args: Any, **kwargs: Any
+    ) -> Generator[int, Sequence[int] | None, None]:
+        return super().generate(tokens, *args, **kwargs)
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """As `llama_cpp.Llama.eval`. One token after others is a decode, anything else prefill,
+        unless `phase` or `decoding` says otherwise.
+
+        Raises:
+            ReadError: an expert's bytes did not arrive. The failed batch left no trace.
+        """
+        self._turns.call(self._eval, tokens)
+
+    def _eval(self, tokens: Sequence[int]) -> None:
+        super().eval(tokens)
+
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """As `llama_cpp.Llama.sample`."""
+        return int(self._turns.call(super().sample, *args, **kwargs))
+
+    def reset(self) -> None:
+        """As `llama_cpp.Llama.reset`."""
+        self._turns.call(super().reset)
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        """As `llama_cpp.Llama.embed`."""
+        return self._turns.call(super().embed, *args, **kwargs)
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """The context's tokens and KV cache, for `load_state`.
+
+        Another instance of the same model with the same `n_ctx` and `n_batch` can load it, whatever
+        its streaming settings: what the expert cache holds is no part of it.
+        """
+        return self._turns.call(super().save_state)
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """Continues where the state was saved, by this instance or another one."""
+        self._turns.call(super().load_state, state)
+
+    def create_completion(self, *args: Any, **kwargs: Any) -> Any:
+        """As `llama_cpp.Llama.create_completion`; without `stream`, other calls wait for it."""
+        return self._turns.call(super().create_completion, *args, **kwargs)
+
+    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """As llama-cpp-python's, but what it makes of a logits processor, which is part of a cycle,
+        does not keep this object alive."""
+        this: Any = weakref.proxy(self)
+        return llama_cpp.Llama._init_sampler(this, *args, **kwargs)
+
+    def close(self) -> None:
+        """Gives back memory, threads and descriptors; waits for the call that runs now.
+
+        In a child process after a fork it does nothing.
+
+        Raises:
+            UseError: it is called inside another call of this model.
+        """
+        if not self._turns.forked:
+            self._turns.call(self._close)
+
+    def _close(self) -> None:
+        if self._turns.nested:
+            raise UseError("a model cannot be closed inside a call of it")
+        self._sampler = None
+        try:
+            self._release()
+        finally:
+            closed: Any = Closed()
+            self._ctx = self._model = self._batch = self.tokenizer_ = closed
+            if "scores" in vars(self):
+                self.scores = self.scores[:0].copy()
+
+    def _release(self) -> None:
+        """Frees the context and the model."""
+        if hasattr(self, "_stack"):
+            super().close()
 
 
 _all: weakref.WeakSet[Turns] = weakref.WeakSet()

@@ -14,13 +14,16 @@ Order of events in a layer, as llama.cpp runs it:
 
 An exception must not cross into C, where ctypes would drop it and the decode would go on with
 whatever is in memory. It is kept in `fault`; the filter ends the graph; `check` raises it.
+
+Batches are announced with `begin`, by `Llama`; but clients also call `llama_decode` themselves. The
+first top-k of a graph that nobody announced is reported to `unannounced`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +33,7 @@ from routeahead.errors import StreamError
 from routeahead.llamacpp import ggml, node_filter
 from routeahead.llamacpp.node_filter import (
     ACK,
+    ANNOUNCED,
     CALLBACK,
     CALLS,
     FAULT,
@@ -38,6 +42,7 @@ from routeahead.llamacpp.node_filter import (
     ROUTED,
     TOPK_PREFIX,
     TRACING,
+    VOID,
     WEIGHTS,
     WEIGHTS_MASK,
 )
@@ -47,6 +52,8 @@ from routeahead.types import Floats, Ids
 
 _WEIGHTED_PREFIX = b"ffn_moe_weighted"
 _WEIGHTS_PREFIX = b"ffn_moe_weights"
+
+_NO_LAYER = 1 << 30  # any layer is the first after it
 
 _StopFunction = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p, ctypes.c_int8)
 
@@ -101,9 +108,13 @@ class EvalCallback:
     """Joins one context's eval callback to an observer.
 
     Keep it alive as long as the context, and attach an observer before the first decode.
+
+    Attributes:
+        fault: the exception of the last batch that failed.
     """
 
     _observer: Observer
+    _unannounced: Callable[[int], None]
 
     def __init__(self) -> None:
         self._state = np.zeros(node_filter.STATE_WORDS, dtype=np.int64)
@@ -113,6 +124,7 @@ class EvalCallback:
         self._routing: set[int] = set()  # addresses of top-k tensors known to route
         self._idle_topk = False  # some top-k routes nothing
         self.fault: BaseException | None = None
+        self._layer = _NO_LAYER  # the last one that was routed in an unannounced batch
         self._input: RouterInput | None = None
         self._topk = 0  # address of the last top-k
         self._tracing = False
@@ -127,23 +139,37 @@ class EvalCallback:
 
     @property
     def user_data(self) -> int:
-        """Address for `llama_context_params.cb_eval_user_data`."""
+        """Address for the user data of both callbacks."""
         return int(self._state.ctypes.data)
+
+    @property
+    def abort_function(self) -> int:
+        """Address for `llama_context_params.abort_callback`."""
+        address: int = node_filter.abort_check().address
+        return address
 
     @property
     def calls(self) -> int:
         """Calls into Python so far."""
         return int(self._state[CALLS])
 
-    def attach(self, observer: Observer, *, tracing: bool, weighing: Collection[int] = ()) -> None:
+    def attach(
+        self,
+        observer: Observer,
+        *,
+        unannounced: Callable[[int], None],
+        tracing: bool,
+        weighing: Collection[int] = (),
+    ) -> None:
         """
         Reports to `observer` from now on.
 
         Args:
+            unannounced: is given the rows of the first layer of each graph without a `begin`.
             tracing: call `Observer.log_weights`.
             weighing: layers whose routings may wait for their final weights.
         """
-        self._observer, self._tracing = observer, tracing
+        self._observer, self._unannounced, self._tracing = observer, unannounced, tracing
         self._unweighed = set(weighing)
         self._state[TRACING] = tracing or bool(weighing)
 
@@ -164,19 +190,33 @@ class EvalCallback:
         return _floats(ggml.tensor_at(node.src[0]))
 
     def begin(self) -> None:
-        """Before a decode: no top-k has been seen, nothing has gone wrong."""
-        self.fault = None
-        self._state[PENDING] = self._state[ROUTED] = self._state[FAULT] = self._state[WEIGHTS] = 0
+        """Announces a batch: no top-k has been seen, nothing has gone wrong."""
+        self.forget()
+        self._state[ANNOUNCED] = 1
+        self._state[PENDING] = self._state[ROUTED] = self._state[WEIGHTS] = 0
+
+    @property
+    def void(self) -> bool:
+        """Whether a batch failed and `check` has not raised why."""
+        return bool(self._state[VOID] or self._state[FAULT])
 
     def check(self) -> None:
-        """After a decode.
+        """After a batch, announced or not.
 
         Raises:
             BaseException: whatever went wrong inside it; its logits are those of an older token.
         """
-        if self._state[FAULT]:
+        self._state[ANNOUNCED] = 0
+        if self.void:
             # Without a recorded fault the callback itself was cut short: only a signal does that.
-            raise self.fault or KeyboardInterrupt
+            fault = self.fault or KeyboardInterrupt()
+            self.forget()
+            raise fault
+
+    def forget(self) -> None:
+        """Whatever batch there was is over, and whatever went wrong in it is known."""
+        self.fault, self._layer = None, _NO_LAYER
+        self._state[ANNOUNCED] = self._state[FAULT] = self._state[VOID] = 0
 
     def _on_stop(self, address: int, ask: int) -> int:
         try:
@@ -186,7 +226,7 @@ class EvalCallback:
         except BaseException as error:  # see the module's docstring; without ACK the graph ends
             self.fault = error
             self._observer.faulted()
-            return ask
+            return 1
 
     def _stopped(self, address: int) -> int:
         tensor = ggml.tensor_at(address)
@@ -207,9 +247,11 @@ class EvalCallback:
             return
         layer = self._layers.get(name)
         if layer is None:
-            layer = self._layers[name] = _layer_of(name)
-        hidden = self._input.at_topk(layer, address) if self._input else None
+            layer = self._layers[name] = layer_of(name)
         self._topk = address
+        if not self._state[ANNOUNCED]:
+            self._at_unannounced(layer, tensor.ne[1])
+        hidden = self._input.at_topk(layer, address) if self._input else None
         self._state[PENDING] = self._observer.routed(layer, _matrix(tensor), hidden)
         if layer in self._weights and self._observer.holding:
             self._state[WEIGHTS : WEIGHTS_MASK + NAME_WORDS] = self._weights[layer]
@@ -234,13 +276,20 @@ class EvalCallback:
         self._routing.clear()
         return False
 
+    def _at_unannounced(self, layer: int, rows: int) -> None:
+        """`rows` are routed in a graph that nobody announced: does it begin here?"""
+        if layer <= self._layer or self.void:
+            self._unannounced(rows)
+            self.forget()
+        self._layer = layer
+
     def _at_weighted(self, name: bytes, tensor: ggml.Tensor) -> None:
         """Neither operand of the product that weighted the experts has been overwritten yet."""
         weights = ggml.tensor_at(tensor.src[1])
         if self._tracing:
             self._observer.log_weights(_weights(weights))
         if self._unweighed:
-            self._learn_weights(_layer_of(name), weights.name)
+            self._learn_weights(layer_of(name), weights.name)
 
     def _learn_weights(self, layer: int, name: bytes) -> None:
         """`name` is that of the layer's last weights node, in this graph and in those to come,
@@ -272,7 +321,7 @@ class EvalCallback:
         return int(pending)
 
 
-def _layer_of(name: bytes) -> int:
+def layer_of(name: bytes) -> int:
     """7 of "ffn_moe_topk-7", or of "ffn_moe_topk-7 (copy)"."""
     return int(name.rpartition(b"-")[2].partition(b" ")[0])
 

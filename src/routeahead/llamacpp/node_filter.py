@@ -13,7 +13,11 @@ there is something to decide:
 
 The filter is also the gate against the worst bug, a token computed from bytes that had not
 arrived: a product over experts whose ids are not those of the last top-k that Python has handled,
-or a Python call that did not come back, raises FAULT, and the graph stops at the next node.
+or a Python call that did not come back, raises FAULT, and the graph ends after the next node.
+
+llama.cpp does not tell its caller that a graph ended early, so who announces a batch checks FAULT
+after it. Other batches are ended by `abort_check` instead: then `llama_decode` itself returns 2.
+That also turns FAULT into VOID, so that the next graph starts clean.
 
 For predictions it also proves that a router's input can be read at the top-k: ROUTER is the
 router matrix of the next layer; when its product is asked for, the input's address range is noted,
@@ -49,7 +53,9 @@ DAMAGED = 10  # a node after the product writes into it
 STOP_AT_ROUTER = 11  # stop after the router product, because the top-k is too late
 WEIGHTS = 12  # name of the layer's last weights node, as many words as a name has; 0: not wanted
 WEIGHTS_MASK = 20  # masks what may stand behind the end of that name, word by word
-STATE_WORDS = 28
+ANNOUNCED = 28  # somebody checks FAULT after this batch
+VOID = 29  # a graph was aborted because of FAULT, and nobody has been told why
+STATE_WORDS = 30
 
 _MUL, _MUL_MAT, _MUL_MAT_ID = (ggml.op_code(name) for name in ("MUL", "MUL_MAT", "MUL_MAT_ID"))
 _VIEW, _RESHAPE, _PERMUTE, _TRANSPOSE = (
@@ -138,7 +144,9 @@ def compiled() -> Any:
     def node_filter(tensor: Any, ask: Any, state_pointer: Any) -> Any:
         state = carray(state_pointer, (STATE_WORDS,), dtype=np.int64)
         if state[FAULT] != 0:
-            return ask  # asked: stop here; stopped: end the graph
+            # Asked: stop here. Stopped: end the graph, or go on to a node after which llama.cpp
+            # asks `abort_check`: it does not after those that compute nothing.
+            return ask or state[ANNOUNCED] == 0
         words = carray(tensor, (_TENSOR_WORDS,), dtype=np.int64)
         op, first, second = words[_OP_WORD] & 0xFFFFFFFF, words[_NAME_WORD], words[_NAME_WORD + 1]
         if op == _MUL_MAT_ID:
@@ -157,7 +165,27 @@ def compiled() -> Any:
         answer: Any = _call(state[CALLBACK], tensor, types.int8(ask))  # type: ignore[call-arg]
         if state[ACK] == 0:
             state[FAULT] = 1
-            return ask
+            return True
         return answer != 0
 
     return node_filter
+
+
+@functools.cache
+def abort_check() -> Any:
+    """Whether to abort the graph, as a numba cfunc `bool (int64 *state)`.
+
+    llama.cpp asks after every node, on the thread that runs the filter, until the answer is yes. It
+    logs a line for each aborted graph, which is why announced batches do without.
+    """
+
+    @numba.cfunc(types.boolean(types.voidptr))
+    def aborts(state_pointer: Any) -> Any:
+        state = carray(state_pointer, (STATE_WORDS,), dtype=np.int64)
+        if state[FAULT] == 0 or state[ANNOUNCED] != 0:
+            return False
+        state[FAULT], state[VOID] = 0, 1
+        state[PENDING] = state[ROUTED] = state[WEIGHTS] = 0
+        return True
+
+    return aborts

@@ -1,0 +1,122 @@
+"""The keyword arguments of `routeahead.Llama`, for type checkers.
+
+Written by `tests/support/arguments.py` from the fields of `routeahead.Settings` and from the
+constructor of `llama_cpp.Llama`: not to be edited. Nothing imports it at run time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from llama_cpp.llama_chat_format import LlamaChatCompletionHandler
+from llama_cpp.llama_speculative import LlamaDraftModel
+from llama_cpp.llama_tokenizer import BaseLlamaTokenizer
+
+
+class StreamingArguments(TypedDict, total=False):
+    """The fields of `routeahead.Settings`."""
+
+    # Expert cache in MiB; 'auto' sizes it from free memory, 0 keeps nothing.
+    cache_mb: int | Literal["auto"]
+    # Read ahead what the previous token routed to in the next K MoE layers; 0 is off.
+    prefetch: int
+    # Raise resident experts' selection scores by M times the token's score range (lossy); 0 is off.
+    expert_substitute: float
+    # Route as this recorded trace did (random weights, real locality).
+    replay_routing: Path | None
+    # Predict in the graph's callback ('inline') or on a thread of its own ('worker').
+    route_ahead_compute: Literal["inline", "worker"]
+    # Router matrices that predict: 'f32' (the model's own), 'f16' or 'int8'.
+    router_precision: Literal["f32", "f16", "int8"]
+    # Read ahead what the next layer's router says of this layer's input.
+    predict_prefetch: bool
+    # With predict_prefetch: missing experts to read a layer at most; 0 only keeps what is there.
+    predict_spec_max: int
+    # Commit each decode layer's experts N MoE layers early, so that they are read in time (lossy);
+    # 0 is off.
+    route_ahead: int
+    # A prediction that is late is waited for ('wait', so that the output does not depend on timing)
+    # or left to the router ('pass').
+    route_ahead_late: Literal["pass", "wait"]
+    # Score how well routings could have been predicted; changes nothing, and is slow.
+    predict_log: bool
+    # Do not read a missing expert whose share of the routing is below F / top-k (lossy); 0 is off.
+    drop_cold_experts: float
+    # With drop_cold_experts: scale the others' weights to the routing's mass.
+    drop_renorm: bool
+    # With drop_cold_experts: in prompts too.
+    drop_in_prefill: bool
+    # With drop_cold_experts: do not read early what a prediction says will be dropped.
+    drop_aware: bool
+    # Load everything and stream nothing: the reference to compare with.
+    resident: bool
+    # Allow a cache smaller than what one token routes to.
+    force_cache: bool
+    # Size in MiB below which the cache does not shrink when other programs need memory.
+    cache_floor_mb: int | None
+    # Lanes: threads that read experts.
+    io_threads: int
+    # Read later projections while earlier ones compute.
+    overlap: bool
+    # Dense weights: 'anon' (read once, never dropped) or 'mmap' (mapped lazily).
+    dense: Literal["anon", "mmap"]
+    # Read experts past the page cache (O_DIRECT); buffered if that is refused.
+    direct_io: bool
+    # Experts a token routes to in each layer, instead of the model's (lossy).
+    n_expert_used: int | None
+    # A policy of your own (docs/policy-api.md); may be given several times.
+    policy: tuple[str, ...]
+    # Read at most this many MiB/s in all, as a slower disk; 0 is unthrottled.
+    throttle: float
+    # With throttle: delay of each read.
+    throttle_latency_ms: float
+
+
+class Arguments(StreamingArguments, total=False):
+    """And what `llama_cpp.Llama` takes."""
+
+    n_gpu_layers: int
+    split_mode: int
+    main_gpu: int
+    tensor_split: list[float] | None
+    vocab_only: bool
+    use_mmap: bool
+    use_mlock: bool
+    kv_overrides: dict[str, bool | int | float | str] | None
+    seed: int
+    n_ctx: int
+    n_batch: int
+    n_ubatch: int
+    n_threads: int | None
+    n_threads_batch: int | None
+    rope_scaling_type: int | None
+    pooling_type: int
+    attention_type: int
+    rope_freq_base: float
+    rope_freq_scale: float
+    yarn_ext_factor: float
+    yarn_attn_factor: float
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+    yarn_orig_ctx: int
+    logits_all: bool
+    embedding: bool
+    offload_kqv: bool
+    flash_attn: bool
+    op_offload: bool | None
+    swa_full: bool | None
+    no_perf: bool
+    last_n_tokens_size: int
+    lora_base: str | None
+    lora_scale: float
+    lora_path: str | None
+    numa: bool | int
+    chat_format: str | None
+    chat_handler: LlamaChatCompletionHandler | None
+    draft_model: LlamaDraftModel | None
+    tokenizer: BaseLlamaTokenizer | None
+    type_k: int | None
+    type_v: int | None
+    spm_infill: bool
+    verbose: bool
