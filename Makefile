@@ -14,14 +14,14 @@ $(VENV)/installed: pyproject.toml
 
 # A question to the embedded model: resident, streamed (the same answer, bit by bit) and with every
 # selection committed two layers early (lossy). Its experts take 8 MiB; the cache gets 2.
-QUESTION = "$$(printf 'Translate to French: seven hundred ninety eight\nAnswer:')"
+QUESTION = "Translate to French: seven hundred ninety eight"
 
 demo: $(VENV)/installed
 	@echo "--- resident: everything in memory"
 	$(BIN)/routeahead run -p $(QUESTION) -n 16 --resident
 	@echo "--- streamed: experts are read as tokens route to them"
 	$(BIN)/routeahead run -p $(QUESTION) -n 16 --cache-mb 2
-	@echo "moe-stream: how long a token took, and how much of it computed, waited for reads or kept the books."
+	@echo "moe-token: how long a token took, and how much of it computed, waited for reads or kept the books."
 	@echo "moe-cache: how many of a token's experts were in memory, and what was read for those that were not."
 	@echo "moe-overlap: how long reads took, and how much of that went on while the token computed."
 	@echo "--- route-ahead 2: a layer's experts are chosen two layers early, so that reads begin early"

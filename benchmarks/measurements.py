@@ -155,7 +155,7 @@ class Measurement:
 
         `identical` says how many of a setting's `runs` gave the same tokens.
         """
-        ask = ("--prompt-file", ESSAY, "-n", ESSAY_TOKENS)
+        ask = ("--prompt-file", ESSAY, "--raw", "-n", ESSAY_TOKENS)
         resident = self._run(["--resident"], *ask)
         found: dict[str, Any] = {"resident": {"text": resident["text"]}}
         repeated = {f"ahead-{depth}" for depth, _ in self._depths()}

@@ -120,7 +120,7 @@ def cold(layout: ModelLayout, model: Path, options: Any) -> None:
     excess = []
     for _ in range(options.rounds):
         drop_page_cache(layout.shards)
-        found = run(model, "-p", "p" * 15, "-n", 1, "--cache-mb", options.cache_mb)
+        found = run(model, "-p", "p" * 15, "--raw", "-n", 1, "--cache-mb", options.cache_mb)
         counters = found["counters"]
         drop_page_cache(layout.shards)
         union = counters["bytes_read"] - counters["bytes_per_token"]
@@ -149,7 +149,9 @@ _KV_BUFFER = re.compile(r"KV buffer size =\s*([\d.]+) MiB")
 
 def memory(layout: ModelLayout, model: Path, options: Any) -> None:
     """Peak resident size against what the engine has to hold."""
-    found = run(model, "-p", "p" * 200, "-n", options.tokens, "--cache-mb", options.cache_mb)
+    found = run(
+        model, "-p", "p" * 200, "--raw", "-n", options.tokens, "--cache-mb", options.cache_mb
+    )
     script = (
         "import sys, routeahead; "
         "routeahead.Llama(sys.argv[1], n_ctx=int(sys.argv[2]), cache_mb=0, verbose=True)"

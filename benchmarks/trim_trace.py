@@ -23,9 +23,8 @@ def main() -> None:
     last = step[phase == PHASES.index("decode")].min() - 1
     kept = trace.slots[step >= last]
     kept[:, COLUMNS.index("step")] -= last
-    head = [f"layer={layer} expert_bytes={size}" for layer, size in trace.expert_bytes.items()]
     types = dict.fromkeys(COLUMNS, "int64")
-    table = open_table(target, types, head, {"layers": trace.expert_bytes})
+    table = open_table(target, types, {"layers": trace.expert_bytes})
     table.add(list(kept.T))
     table.close()
 

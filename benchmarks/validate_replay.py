@@ -34,7 +34,7 @@ FIRST_TOKEN = 1  # the prompt begins with BOS; each letter behind it is one toke
 def engine_run(model: Path, trace: Path, prompt: int, tokens: int, *flags: object) -> Any:
     """Counters of a run that follows the trace."""
     report = cli_json(
-        *("run", model, "-p", "a" * (prompt - FIRST_TOKEN), "--forced-tokens", "seed:1"),
+        *("run", model, "-p", "a" * (prompt - FIRST_TOKEN), "--raw", "--forced-tokens", "seed:1"),
         *("-n", tokens, "--replay-routing", trace, "--force-cache", *flags),
     )
     return report["counters"]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         UseError,
     )
     from routeahead.routing.policy import Model, Policy, Routing
+    from routeahead.telemetry.frame import read_trace
 
     __version__: str
 
@@ -38,6 +39,7 @@ __all__ = [
     "SettingsError",
     "StreamError",
     "UseError",
+    "read_trace",
 ]
 
 _HOMES = {
@@ -46,6 +48,7 @@ _HOMES = {
     "Model": "routing.policy",
     "Policy": "routing.policy",
     "Routing": "routing.policy",
+    "read_trace": "telemetry.frame",
 }
 
 # OpenMP's idle threads spin, and starve the lanes where cores are few. libgomp reads this when it

@@ -61,7 +61,7 @@ def assert_one_line_error(done: Done, *words: str) -> None:
 
 
 def test_streamed_run_equals_resident_run(tmp_path: Path) -> None:
-    common = ("-p", "Once upon a time", "-n", 24)
+    common = ("-p", "Once upon a time", "--raw", "-n", 24)
     path = tmp_path / "report.json"
     resident, _ = with_report(process, path, *common, "--resident")
     streamed, summary = with_report(process, path, *common, "--cache-mb", 0)
@@ -84,7 +84,7 @@ def test_streamed_run_equals_resident_run(tmp_path: Path) -> None:
 
 
 def test_route_ahead_reports_what_it_did(run: Reporting) -> None:
-    arguments = ("-p", "Once upon a time", "-n", 24, "--cache-mb", 2, "--force-cache")
+    arguments = ("-p", "Once upon a time", "--raw", "-n", 24, "--cache-mb", 2, "--force-cache")
     report, summary = run(*arguments, "--route-ahead", 2)
     facts, prefetch = report["route_ahead"], report["prefetch"]
     decoded, layers = 23, len(EMBEDDED.moe_layers)
@@ -123,7 +123,7 @@ def test_route_ahead_reports_what_it_did(run: Reporting) -> None:
     ],
 )
 def test_policies_report_what_they_did(run: Reporting, flags: str, key: str, line: str) -> None:
-    arguments = ("-p", "Once upon a time", "-n", 24, "--cache-mb", 1, "--force-cache")
+    arguments = ("-p", "Once upon a time", "--raw", "-n", 24, "--cache-mb", 1, "--force-cache")
     report, summary = run(*arguments, *flags.split())
     assert line.format(**report[key]) in summary
     if key == "predictors":
@@ -140,7 +140,7 @@ def test_policies_report_what_they_did(run: Reporting, flags: str, key: str, lin
 @pytest.mark.fast
 def test_text_goes_to_stdout_alone(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    done = process("run", "-p", "Once", "-n", 8, "-t", 1, "--report", path)
+    done = process("run", "-p", "Once", "--raw", "-n", 8, "-t", 1, "--report", path)
     report = json.loads(path.read_text())
     assert done.returncode == 0 and len(report["tokens"]) == 8
     assert done.stdout == report["text"] + "\n"
@@ -273,7 +273,7 @@ def test_unusable_file(
         (("--resident", "--route-ahead", "1"), ("resident streams nothing",)),
         (("--router-precision", "f8"), ("router_precision is 'f8'", "'int8'")),
         (("--throttle-latency-ms", "3"), ("has no effect without throttle",)),
-        (("--report", "/nowhere/report.json"), ("cannot write the report",)),
+        (("--report", "/nowhere/report.json"), ("cannot be written",)),
         (("--csv", "/nowhere/steps.csv"), ("cannot be written",)),
         (("--forced-tokens", "/nowhere/ids"), ("cannot read token ids",)),
         (("--forced-tokens", "seed:x"), ("seed:NUMBER",)),
@@ -284,7 +284,6 @@ def test_unusable_file(
         (("--resident", "--csv", "steps.csv"), ("are about streaming",)),
         (("--throttle", "nan"), ("cannot be negative",)),
         (("--forced-tokens", "/dev/null"), ("no token ids",)),
-        (("--csv", "/dev/full", "-n", "400"), ("No space left",)),
     ],
 )
 def test_contradictory_arguments(
@@ -292,6 +291,11 @@ def test_contradictory_arguments(
 ) -> None:
     done = command("run", "-p", "a prompt that is long", "-t", 1, *arguments)
     assert_one_line_error(done, *words)
+
+
+def test_a_full_disk_names_the_file(command: Command) -> None:
+    arguments = ("-p", "x", "--raw", "-n", 100, "-t", 1, "--csv", "/dev/full")
+    assert_one_line_error(command("run", DEFAULT_MODEL, *arguments), "/dev/full: ", "No space left")
 
 
 def test_exit_status_of_the_process(tmp_path: Path) -> None:
@@ -323,10 +327,10 @@ def test_bytes_that_are_no_text_are_a_prompt_too(command: Command) -> None:
 
 @pytest.mark.xdist_group("machine")
 def test_interrupt_still_writes_the_report(run: Reporting, tmp_path: Path) -> None:
-    two_tokens = run("-p", "Once", "-n", 2)[0]["text"]
+    two_tokens = run("-p", "Once", "--raw", "-n", 2)[0]["text"]
     report = tmp_path / "report.json"
     # The dense weights are mapped, so that the throttle does not hold up the load.
-    arguments = ["run", "-p", "Once", "-n", "4000", "--cache-mb", "0", "--throttle", "3"]
+    arguments = ["run", "-p", "Once", "--raw", "-n", "4000", "--cache-mb", "0", "--throttle", "3"]
     arguments += ["--dense", "mmap"]
     process = subprocess.Popen(
         [*COMMAND, *arguments, "--report", str(report), "-t", "1"],

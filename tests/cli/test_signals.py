@@ -20,7 +20,7 @@ from routeahead.machine.cgroup import own_hierarchy
 pytestmark = pytest.mark.xdist_group("machine")
 
 COMMAND = [sys.executable, "-m", "routeahead.cli.main"]
-RUN = ["run", "-p", "Once", "-n", "4000", "--cache-mb", "1", "--throttle", "20", "-t", "1"]
+RUN = ["run", "--raw", "-p", "Once", "-n", "4000", "--cache-mb", "1", "--throttle", "20", "-t", "1"]
 SLOW = ["--dense", "mmap"]  # the throttle does not hold up the load
 
 
@@ -59,8 +59,8 @@ def test_what_is_open_is_written(tmp_path: Path, number: int) -> None:
     assert process.returncode == 128 + number and "Traceback" not in errors
     tokens = json.loads(report.read_text())["tokens"]
     lines = csv.read_text().splitlines()
-    assert lines[-1].startswith("# totals=")
     rows = [line for line in lines if line[0].isdigit()]
+    assert lines[-1] == rows[-1]
     assert len(tokens) - 1 <= len(rows) <= len(tokens) + 1
 
 
@@ -72,7 +72,7 @@ def test_an_interrupt_while_modules_are_imported_prints_nothing(tmp_path: Path) 
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     process = start(*RUN, env={**os.environ, "PYTHONPATH": path})
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == -signal.SIGINT and errors == ""
+    assert process.returncode == 128 + signal.SIGINT and errors == ""
 
 
 def test_a_bench_that_is_terminated_leaves_no_process_and_no_group(tmp_path: Path) -> None:
@@ -156,5 +156,5 @@ def test_a_signal_at_some_moment(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_signal_at_any_moment(tmp_path: Path) -> None:
-    for seed in range(100, 400):
+    for seed in range(100, 200):
         strike(seed, tmp_path, 5.0)

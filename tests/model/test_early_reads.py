@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.library import Library, evaluate, token_batches, with_budget
+from support.library import Library, csv_rows, evaluate, token_batches, with_budget
 from support.pairwise import daily_pairs
 from support.readers import Failing, Unruly, disk_error, interrupt
 
@@ -65,9 +65,7 @@ def test_trace_of_a_run_that_reads_early_tells_what_was_read(load: Load, tmp_pat
     evaluate(llm, token_batches(4))
     misses = llm.counters.decode.misses
     llm.close()
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    names = lines[0].split(",")
-    rows = [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
+    rows = csv_rows(path)
     assert sum(r["phase"] == "1" and r["residency"] == "0" for r in rows) == misses > 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import models
-from support.library import PROMPTS, THREADS, Library, evaluate, token_batches
+from support.library import PROMPTS, THREADS, Library, csv_rows, evaluate, token_batches
 from support.readers import Delayed
 from support.router_reference import Forced, Ids, Key, Routers
 
@@ -93,10 +93,7 @@ def test_own_input_gives_the_routers_choice(
 
 def recorded(path: Path) -> tuple[dict[Key, Ids], set[Key]]:
     """Routings of the decoded tokens, and which of them were committed."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    names = lines[0].split(",")
-    rows = [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
-    decoded = [row for row in rows if row["phase"] == "1"]
+    decoded = [row for row in csv_rows(path) if row["phase"] == "1"]
     ids: dict[Key, list[int]] = {}
     for row in decoded:
         ids.setdefault((int(row["step"]), int(row["layer"])), []).append(int(row["expert"]))

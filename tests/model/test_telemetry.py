@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.library import PROMPTS, Library, csv_rows, evaluate, token_batches
+from support.library import PROMPTS, Library, csv_facts, csv_rows, evaluate, token_batches
 from support.reference import Resident
 
 from routeahead import Llama, SettingsError
@@ -42,7 +41,7 @@ def test_io_trace_bytes_are_the_counters(load: Load, tmp_path: Path, suffix: str
     assert half.decode_tokens == 10 and 0 < half.decode_bytes < decode.bytes_read
 
 
-def test_csv_has_a_row_a_token_and_totals(load: Load, tmp_path: Path) -> None:
+def test_csv_has_a_row_a_token_and_facts(load: Load, tmp_path: Path) -> None:
     path = tmp_path / "steps.csv"
     llm = load("qwen3moe", cache_mb=0, outputs=Outputs(csv=path))
     evaluate(llm, PROMPTS[0])
@@ -55,20 +54,14 @@ def test_csv_has_a_row_a_token_and_totals(load: Load, tmp_path: Path) -> None:
     for row in rows:
         parts = sum(float(row[f"{part}_ms"]) for part in ("compute", "stall", "mgmt"))
         assert float(row["wall_ms"]) == pytest.approx(parts, abs=0.01)
-    text = path.read_text()
-    assert "# cache_mb=0\n" in text and "# llama_cpp_python=" in text
-    totals = json.loads(text.rstrip().splitlines()[-1].removeprefix("# totals="))
-    assert totals["bytes_read"] == decode.bytes_read and totals["token"] == decode.tokens
+    assert int(rows[-1]["token"]) == decode.tokens
+    facts = csv_facts(path)
+    assert facts["cache_mb"] == 0 and facts["llama_cpp_python"]
 
 
 def reference_hits(path: Path, budget: int) -> tuple[int, int]:
     """Decode hits and misses of an LRU cache by the trace's own rule, written independently."""
-    text = path.read_text().splitlines()
-    size = {
-        int(line.split("layer=")[1].split()[0]): int(line.split("expert_bytes=")[1].split()[0])
-        for line in text
-        if line.startswith("# layer=")
-    }
+    size = {int(layer): nbytes for layer, nbytes in csv_facts(path)["layers"].items()}
     held: OrderedDict[tuple[int, int], int] = OrderedDict()
     hits = misses = 0
     batches: list[tuple[bool, int, list[int]]] = []

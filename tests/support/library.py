@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,9 +52,13 @@ def with_budget(load: Callable[..., Llama], name: str, share: float, **settings:
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    names = lines[0].split(",")
-    return [dict(zip(names, line.split(","), strict=True)) for line in lines[1:]]
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def csv_facts(path: Path) -> Any:
+    """What a trace says of the whole run, beside its first line."""
+    return json.loads(csv_rows(path)[0]["facts"])
 
 
 class Library:

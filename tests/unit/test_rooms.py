@@ -34,7 +34,7 @@ def arrows() -> dict[str, set[str]]:
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).parts
         here = parts[0].removesuffix(".py")
-        if here != "__init__":
+        if here not in ("__init__", "__main__"):
             found.setdefault(here, set()).update(map(room, imports(path)))
     rooms = found.keys() - SHARED
     return {here: (found[here] & rooms) - {here} for here in rooms}

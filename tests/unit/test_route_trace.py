@@ -90,7 +90,7 @@ def test_a_malformed_parquet_is_one_clear_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.parquet"
     path.write_bytes(b"PAR1 but not really")
     assert_refused(path, "not a routing trace")
-    assert_refused(write_parquet(path, {}), "metadata")
+    assert_refused(write_parquet(path, {}), "facts")
     assert_refused(write_parquet(path, {"routeahead": "{"}), "metadata")
     assert_refused(write_parquet(path, FACTS, slot=[None] * len(ROWS)), "not a routing trace")
     assert_refused(write_parquet(path, FACTS, expert=[0.5] * len(ROWS)), "not a routing trace")

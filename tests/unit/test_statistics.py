@@ -64,7 +64,8 @@ def test_swapping_the_cells_gives_the_reciprocal() -> None:
     [
         ([1.05] * 10, "win"),
         ([0.95] * 10, "loss"),
-        ([1.05] * 9, "no difference shown"),  # too few pairs
+        ([1.05] * 9, "too few pairs"),
+        ([16.0] * 2, "too few pairs"),
         ([1.05] * 9 + [0.99], "no difference shown"),  # the interval reaches below 1
         ([1.05] * 11 + [0.5], "win"),  # of twelve, one may say otherwise
         ([1.05] * 10 + [0.5] * 2, "no difference shown"),

@@ -20,7 +20,7 @@ LEAST_PAIRS = 10
 # in memory changes as much.
 LEAST_EFFECT = 1.02
 
-Verdict = Literal["win", "loss", "no difference shown"]
+Verdict = Literal["win", "loss", "no difference shown", "too few pairs"]
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,11 @@ class Ratio:
     def verdict(self) -> Verdict:
         """Whether a ratio of figures of which more is better is a win, a loss or neither.
 
-        Both need LEAST_PAIRS pairs, an interval that leaves out 1, and more than 2 %.
+        Both need LEAST_PAIRS pairs, an interval that leaves out 1, and more than 2 %. With fewer
+        pairs nothing is said, however large the ratio.
         """
         if self.pairs < LEAST_PAIRS or self.low is None or self.high is None:
-            return "no difference shown"
+            return "too few pairs"
         if self.low > 1 and self.median > LEAST_EFFECT:
             return "win"
         if self.high < 1 and self.median < 1 / LEAST_EFFECT:

@@ -2,37 +2,67 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 import warnings
 from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
+from typer.core import TyperGroup
 
-from routeahead import __version__
-from routeahead.cli import bench, eval, inspect, io_report, replay, run
+from routeahead.cli import terminal
+from routeahead.cli.collector import no_collection, no_collection_at_exit
 from routeahead.errors import RouteAheadError
 
+# Verb → its module here and the function in it.
+_VERBS = {
+    "run": ("run", "run"),
+    "inspect": ("inspect", "inspect"),
+    "bench": ("bench", "bench"),
+    "eval": ("eval", "evaluate"),
+    "replay": ("replay", "replay"),
+    "io-report": ("io_report", "io_report"),
+}
+
+
+class _Verbs(TyperGroup):
+    """Imports a verb when it is used: a start is a third shorter without the others."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(_VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _VERBS:
+            for verb in _VERBS:  # so that a misspelt one is told what there is
+                self._load(verb)
+            return None
+        return self._load(cmd_name)
+
+    def _load(self, verb: str) -> Any:
+        if verb not in self.commands:
+            name, function = _VERBS[verb]
+            with no_collection():
+                module = importlib.import_module(f"routeahead.cli.{name}")
+            single = typer.Typer(add_completion=False)
+            single.command(verb)(getattr(module, function))
+            self.commands[verb] = typer.main.get_command(single)
+        return self.commands[verb]
+
+
 app = typer.Typer(
+    cls=_Verbs,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Run Mixture-of-Experts GGUF models larger than memory.",
 )
-app.command()(run.run)
-app.command()(inspect.inspect)
-app.command()(bench.bench)
-app.command("eval")(eval.evaluate)
-app.command()(replay.replay)
-app.command()(io_report.io_report)
-
-_errors = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
 
 def _version(show: bool) -> None:
     if show:
+        from routeahead import __version__
+
         print(f"routeahead {__version__}")
         raise typer.Exit
 
@@ -45,7 +75,13 @@ def _root(
 
 
 def _show_warning(message: Any, *_: Any, **__: Any) -> None:
-    _errors.print(f"[yellow]routeahead: warning:[/] {message}")
+    _complain("routeahead: warning:", "yellow", message)
+
+
+def _complain(head: str, style: str, message: object) -> None:
+    output = terminal.console(stderr=True)
+    output.print(head, style=style, end=" ")
+    output.print(terminal.visible(message))
 
 
 def _quiet_interrupt(dropped: Any) -> None:
@@ -81,18 +117,22 @@ def run_command() -> NoReturn:
     Exit status 1 for what the user can mend, 2 for a wrong command line, 128 and its number after a
     signal.
     """
+    terminal.use_utf8()
+    no_collection_at_exit()
     warnings.showwarning = _show_warning
     sys.unraisablehook = _quiet_interrupt
     signals = _Signals()
     status: str | int | None = 0
     try:
-        app()
+        app(prog_name="routeahead")
     except SystemExit as ended:
         status = ended.code
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
-    except (RouteAheadError, OSError) as error:  # an OSError: a disk that is full, a closed pipe
-        _errors.print("[red]routeahead:[/]", end=" ")
-        _errors.print(str(error), markup=False)
+    except RouteAheadError as error:
+        _complain("routeahead:", "red", error)
+        status = 1
+    except OSError as error:  # a disk that is full, a closed pipe
+        _complain("routeahead:", "red", f"{error.filename or 'stdout'}: {error.strerror or error}")
         status = 1
     sys.exit(128 + signals.received if signals.received else status)

@@ -8,23 +8,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from routeahead.bench.cells import CellList, parse_cell, read_cells
 from routeahead.bench.runs import Bench, Plan, Run
 from routeahead.bench.statistics import LEAST_PAIRS, Ratio, Spread
 from routeahead.bench.summary import COMPARED, SPEED, CellSummary, figures, summarise
 from routeahead.cli import options
+from routeahead.cli.terminal import Column, print_table, visible
 from routeahead.errors import SettingsError
-from routeahead.experts.layout import MIB
+from routeahead.experts.layout import MIB, shard_paths
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.machine.cpus import default_threads
-from routeahead.models import DEFAULT_MODEL
 from routeahead.telemetry.json_file import write_json
-
-# A table is never squeezed into less when its lines go to a file.
-_FILE_WIDTH = 160
+from routeahead.telemetry.output_files import check_apart, check_writable
 
 # figure → (heading, factor, decimals)
 _COLUMNS = {
@@ -32,7 +28,7 @@ _COLUMNS = {
     "ms": ("ms/token", 1, 1),
     "compute_ms": ("compute ms", 1, 1),
     "stall_ms": ("stall ms", 1, 1),
-    "adopt_ms": ("of it adoption", 1, 1),
+    "adopt_ms": ("adoption ms", 1, 1),
     "mgmt_ms": ("management ms", 1, 2),
     "mib_per_token": ("MiB/token", 1, 1),
     "mib_per_s": ("MiB/s", 1, 0),
@@ -42,7 +38,7 @@ _COLUMNS = {
 
 
 def bench(
-    model: options.Model = DEFAULT_MODEL,
+    model: options.Model = None,
     cell: Annotated[
         list[str] | None,
         typer.Option(
@@ -77,7 +73,9 @@ def bench(
     memory_limit: Annotated[
         int | None,
         typer.Option(
-            metavar="MIB", min=1, help="Memory a run may use, page cache included (Linux cgroup)."
+            parser=options.size_option,
+            metavar="SIZE",
+            help="Memory a run may use, page cache included (Linux cgroup): MiB, or as 4G.",
         ),
     ] = None,
     as_json: Annotated[
@@ -89,9 +87,16 @@ def bench(
     Each run is a fresh process that starts without the model in the page cache.
 
     Exit status 1 if a run failed, 130 if interrupted; what was measured is shown all the same.
+
+    \b
+    routeahead bench model.gguf --cell "a:--cache-mb 0" --cell "b:--cache-mb 2G"
+    routeahead bench model.gguf --cells cells.txt --passes 10 --json bench.json
     """
-    if as_json and not as_json.parent.is_dir():
-        raise SettingsError(f"{as_json}: no such folder")
+    path = options.model_path(model)
+    if as_json:
+        shards = [("a file of the model", shard) for shard in shard_paths(path)]
+        check_apart([*shards, *([("the list of cells", cells)] if cells else [])], [as_json])
+        check_writable(as_json)
     plan = Plan(
         passes=passes,
         tokens=tokens,
@@ -100,7 +105,8 @@ def bench(
         seed=seed,
         memory_limit=memory_limit * MIB if memory_limit else None,
     )
-    benchmark = Bench(read_layout(model), _cells(cell, cells), plan, baseline)
+    benchmark = Bench(read_layout(path), _cells(cell, cells), plan, baseline)
+    options.announce(model)
     interrupted = _run(benchmark, as_json)
     _show(benchmark, _summaries(benchmark))
     if interrupted:
@@ -122,7 +128,8 @@ def _run(benchmark: Bench, as_json: Path | None) -> bool:
             _write(benchmark, as_json)  # each time: hours of runs survive whatever happens
             place = f"[{len(benchmark.runs)}/{len(benchmark)}] pass {run.pass_index + 1}"
             outcome = _outcome(run, benchmark.plan.warmup)
-            print(f"{place}, {run.cell}: {outcome}", file=sys.stderr, flush=True)
+            line = visible(f"{place}, {run.cell}: {outcome}")
+            print(line, file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         _write(benchmark, as_json)
         return True
@@ -153,29 +160,26 @@ def _outcome(run: Run, warmup: int) -> str:
 
 
 def _show(benchmark: Bench, summaries: Sequence[CellSummary]) -> None:
-    console = Console(soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
     if benchmark.cells.question:
-        console.print(benchmark.cells.question, markup=False)
-    console.print(_figure_table(summaries))
-    if len(summaries) > 1:
-        console.print(_ratio_table(summaries, benchmark.baseline))
+        print(visible(benchmark.cells.question))
+    names = [one.name for one in summaries]
+    print_table("median, quartiles", names, _figure_columns(summaries))
+    compared = [one for one in summaries if SPEED in one.ratios]
+    if compared:
+        heading = f"ratio to {benchmark.baseline}, 99 %"
+        print_table(heading, [one.name for one in compared], _ratio_columns(compared))
     for one in summaries:
         if one.errors:
-            text = f"{one.name}: {len(one.errors)} failed: {one.errors[-1]}"
-            console.print(text, markup=False)
+            print(visible(f"{one.name}: {len(one.errors)} failed: {one.errors[-1]}"))
 
 
-def _figure_table(summaries: Sequence[CellSummary]) -> Table:
-    table = _table("median, quartiles")
-    shown = [name for name in _COLUMNS if any(name in one.figures for one in summaries)]
-    for name in ("runs", *(_COLUMNS[name][0] for name in shown)):
-        table.add_column(name, justify="right")
-    for one in summaries:
-        texts = (_spread(one.figures.get(name), *_COLUMNS[name][1:]) for name in shown)
-        table.add_row(one.name, str(one.runs), *texts)
-    return table
+def _figure_columns(summaries: Sequence[CellSummary]) -> list[Column]:
+    columns = [Column("runs", [str(one.runs) for one in summaries])]
+    for name, (heading, factor, decimals) in _COLUMNS.items():
+        spreads = [one.figures.get(name) for one in summaries]
+        if any(spreads):
+            columns.append(Column(heading, [_spread(one, factor, decimals) for one in spreads]))
+    return columns
 
 
 def _spread(value: Spread | None, factor: float, decimals: int) -> str:
@@ -184,33 +188,26 @@ def _spread(value: Spread | None, factor: float, decimals: int) -> str:
     median, lower, upper = (
         f"{factor * x:.{decimals}f}" for x in (value.median, value.lower, value.upper)
     )
-    return f"{median}\n[dim]{lower}..{upper}[/]"
+    return f"{median}\n{lower}..{upper}"
 
 
-def _ratio_table(summaries: Sequence[CellSummary], baseline: str) -> Table:
-    table = _table(f"ratio to {baseline}, 99 %")
-    for name in ("pairs", *(_COLUMNS[name][0].removesuffix(" %") for name in COMPARED)):
-        table.add_column(name, justify="right")
-    table.add_column("tok/s shows")
-    for one in summaries:
-        speed = one.ratios.get(SPEED)
-        if speed is None:
-            continue
-        pairs, verdict = (speed.pairs, speed.verdict) if isinstance(speed, Ratio) else (0, speed)
-        row = (_ratio(one.ratios[name]) for name in COMPARED)
-        table.add_row(one.name, str(pairs), *row, verdict)
-    return table
+def _ratio_columns(summaries: Sequence[CellSummary]) -> list[Column]:
+    """The ratios of each figure, and beside that of the speed what it shows."""
+    speeds = [one.ratios[SPEED] for one in summaries]
+    columns = [
+        Column(heading.removesuffix(" %"), [_ratio(one.ratios[name]) for one in summaries])
+        for name, (heading, _, _) in _COLUMNS.items()
+        if name in COMPARED
+    ]
+    verdicts = [one.verdict if isinstance(one, Ratio) else one for one in speeds]
+    pairs = [str(one.pairs) if isinstance(one, Ratio) else "0" for one in speeds]
+    shown = Column("it shows", verdicts, left=True)
+    return [Column("pairs", pairs), columns[0], shown, *columns[1:]]
 
 
 def _ratio(value: Ratio | str) -> str:
     if isinstance(value, str):
-        return f"[dim]{value}[/]"
+        return value
     if value.low is None or value.high is None:
-        return f"{value.median:.3f}\n[dim]too few pairs[/]"
-    return f"{value.median:.3f}\n[dim]{value.low:.3f}..{value.high:.3f}[/]"
-
-
-def _table(heading: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(heading, style="bold")
-    return table
+        return f"{value.median:.3f}"
+    return f"{value.median:.3f}\n{value.low:.3f}..{value.high:.3f}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -11,26 +10,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from routeahead.bench.cells import expand_shares, read_list
 from routeahead.cli import options
 from routeahead.cli.flags import llama_kwargs
+from routeahead.cli.terminal import Column, console, print_table, visible
 from routeahead.errors import SettingsError
 from routeahead.evaluation.evaluate import DEFAULT_TOKENS, Evaluation, Request, Setting
 from routeahead.evaluation.plot import check_plot, plot
 from routeahead.evaluation.summary import Summary
-from routeahead.experts.layout import MIB, ModelLayout
+from routeahead.experts.layout import MIB, ModelLayout, shard_paths
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.machine.cpus import default_threads
-from routeahead.models import DEFAULT_MODEL
 from routeahead.telemetry.json_file import write_json
+from routeahead.telemetry.output_files import check_apart, check_writable
 
 
 def evaluate(
-    model: options.Model = DEFAULT_MODEL,
+    model: options.Model = None,
     text: Annotated[Path | None, typer.Option(help="Text to grade on, UTF-8.")] = None,
     prompts: Annotated[
         Path | None,
@@ -102,13 +100,22 @@ def evaluate(
 
     Text is fed one token at a time through decode, so that a setting that changes decode is met by
     every token that it is graded on.
+
+    \b
+    routeahead eval model.gguf --text text.txt --setting "half:--cache-mb {50%}"
+    routeahead eval model.gguf --prompts asked.jsonl --settings settings.txt
     """
+    path = options.model_path(model)
+    shards = [("a file of the model", shard) for shard in shard_paths(path)]
+    read = {"the text": text, "the prompts": prompts, "the list of settings": settings}
+    written = [one for one in (as_json, plot_to) if one]
+    check_apart([*shards, *((what, one) for what, one in read.items() if one)], written)
     if plot_to:
         check_plot(plot_to)
         if not text:
             raise SettingsError("a plot shows perplexity: give --text")
     request = Request(
-        model,
+        path,
         text=text,
         prompts=prompts,
         context=context,
@@ -118,21 +125,20 @@ def evaluate(
         threads=threads or default_threads(),
         baseline=llama_kwargs(baseline),
     )
-    layout = read_layout(model)
+    layout = read_layout(path)
     given = [*(read_list(settings)[1] if settings else []), *(setting or [])]
     graded = [parse_setting(argument, layout) for argument in given]
-    for path in (as_json, plot_to):
-        if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-            raise SettingsError(f"{path}: cannot write a file there")
+    for one in written:
+        check_writable(one)
+    options.announce(model)
     with _folder(work) as folder:
         summaries = _run(Evaluation(request, graded, folder), folder, kept=work is not None)
     if as_json:
         write_json(as_json, report(request, summaries))
     if plot_to:
         plot(summaries, plot_to)
-    console = Console(soft_wrap=True)
-    for table in tables(summaries):
-        console.print(table)
+    for heading, named, columns in tables(summaries):
+        print_table(heading, [one.name for one in named], columns)
 
 
 def parse_setting(argument: str, layout: ModelLayout) -> Setting:
@@ -165,72 +171,66 @@ def report(request: Request, summaries: Sequence[Summary]) -> dict[str, Any]:
     }
 
 
-def tables(summaries: Sequence[Summary]) -> list[Table]:
+Printed = tuple[str, Sequence[Summary], list[Column]]
+"""A table: its heading, the settings that are its lines, and its columns."""
+
+
+def tables(summaries: Sequence[Summary]) -> list[Printed]:
     """One on text and cost, and where there are any, one on answers and one on generations."""
-    found = [_cost_table(summaries)]
+    found = [("setting", summaries, _cost_columns(summaries))]
     if summaries[0].answers:
-        found.append(_answer_table(summaries))
-    if any(one.generations for one in summaries):
-        found.append(_generation_table(summaries))
+        found.append(("right answers", summaries, _answer_columns(summaries)))
+    generated = [one for one in summaries if one.generations]
+    if generated:
+        found.append(("generations", generated, _generation_columns(generated)))
     return found
 
 
-def _cost_table(summaries: Sequence[Summary]) -> Table:
+def _cost_columns(summaries: Sequence[Summary]) -> list[Column]:
     graded = summaries[0].text is not None
-    quality = ("perplexity", "KL mean", "median", "p99", "top-1") if graded else ()
-    table = _table("setting", *quality, "MiB/token", "hits", "ms/token")
-    for one in summaries:
-        text, cost = one.text, one.cost
-        cells = [
-            _shown(text, "perplexity", ".4f"),
-            *(_shown(text, key, ".3g") for key in ("kl_mean", "kl_median", "kl_p99")),
-            _shown(text, "agreement", ".2%"),
-        ]
-        table.add_row(
-            one.name,
-            *(cells if graded else ()),
-            f"{cost['bytes_per_token'] / MIB:.1f}",
-            _shown(cost, "hit_rate", ".1%"),
-            f"{cost['s_per_token'] * 1e3:.1f}",
-        )
-    return table
+    quality = {
+        "perplexity": ("perplexity", ".4f"),
+        "KL mean": ("kl_mean", ".3g"),
+        "median": ("kl_median", ".3g"),
+        "p99": ("kl_p99", ".3g"),
+        "top-1": ("agreement", ".2%"),
+    }
+    cost = [one.cost for one in summaries]
+    return [
+        *(
+            Column(heading, [_shown(one.text, key, form) for one in summaries])
+            for heading, (key, form) in (quality if graded else {}).items()
+        ),
+        Column("MiB/token", [f"{one['bytes_per_token'] / MIB:.1f}" for one in cost]),
+        Column("hits", [_shown(one, "hit_rate", ".1%") for one in cost]),
+        Column("ms/token", [f"{one['s_per_token'] * 1e3:.1f}" for one in cost]),
+    ]
 
 
-def _answer_table(summaries: Sequence[Summary]) -> Table:
+def _answer_columns(summaries: Sequence[Summary]) -> list[Column]:
     kinds = list(summaries[0].answers) if len(summaries[0].answers) > 1 else []
-    table = _table("right answers", "all", *(kind or "no kind" for kind in kinds))
-    for one in summaries:
-        by_kind = (one.answers[kind] for kind in kinds)
-        table.add_row(
-            one.name,
-            f"{one.right}/{one.asked} ({one.right / one.asked:.1%})",
-            *(f"{right}/{asked}" for right, asked in by_kind),
-        )
-    return table
+    whole = [f"{one.right}/{one.asked} ({one.right / one.asked:.1%})" for one in summaries]
+    return [
+        Column("all", whole),
+        *(
+            Column(kind or "no kind", ["/".join(map(str, one.answers[kind])) for one in summaries])
+            for kind in kinds
+        ),
+    ]
 
 
-def _generation_table(summaries: Sequence[Summary]) -> Table:
-    table = _table("generations", "equal", "equal positions", "first divergence at")
-    for one in summaries:
-        if not one.generations:
-            continue
-        starts = [index for index in one.generations["first_divergence"] if index is not None]
-        earliest = f"{min(starts)} (median {statistics.median(starts):g})" if starts else "-"
-        table.add_row(
-            one.name,
-            f"{one.generations['equal']}/{one.generations['count']}",
-            f"{one.generations['equal_share']:.1%}",
-            earliest,
-        )
-    return table
+def _generation_columns(summaries: Sequence[Summary]) -> list[Column]:
+    found = [one.generations or {} for one in summaries]
+    return [
+        Column("equal", [f"{one['equal']}/{one['count']}" for one in found]),
+        Column("equal positions", [f"{one['equal_share']:.1%}" for one in found]),
+        Column("first divergence at", [_earliest(one["first_divergence"]) for one in found]),
+    ]
 
 
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns
-    table.add_column(first, style="bold")
-    for header in others:
-        table.add_column(header, justify="right")
-    return table
+def _earliest(divergences: Sequence[int | None]) -> str:
+    starts = [index for index in divergences if index is not None]
+    return f"{min(starts)} (median {statistics.median(starts):g})" if starts else "-"
 
 
 def _shown(figures: dict[str, Any] | None, key: str, form: str) -> str:
@@ -240,17 +240,21 @@ def _shown(figures: dict[str, Any] | None, key: str, form: str) -> str:
 
 def _run(evaluation: Evaluation, folder: Path, kept: bool) -> list[Summary]:
     """Runs with a progress bar for each setting."""
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = console(stderr=True)
     if evaluation.logit_bytes:
         size = f"{evaluation.logit_bytes / MIB:,.1f} MiB"
         errors.print(f"the baseline's logits take {size} of disk in {folder} until the end")
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+    )
     with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as bar:
         tasks: dict[str, TaskID] = {}
 
         def show(name: str, done: int, total: int) -> None:
             if name not in tasks:
-                tasks[name] = bar.add_task(name, total=total)
+                tasks[name] = bar.add_task(visible(name), total=total)
             bar.update(tasks[name], completed=done)
 
         try:

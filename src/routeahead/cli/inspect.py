@@ -2,33 +2,63 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from typing import Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
 from routeahead.cli import options
+from routeahead.cli.terminal import print_facts, size
 from routeahead.errors import ModelError
-from routeahead.experts.layout import MIB, ModelLayout
+from routeahead.experts.layout import ModelLayout
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.machine.memory import available_bytes
-from routeahead.models import DEFAULT_MODEL
 
 
-def inspect(model: options.Model = DEFAULT_MODEL) -> None:
-    """Print a model's layers, experts and sizes, and how much of it fits in this machine."""
-    layout = read_layout(model).loaded()
+def inspect(
+    model: options.Model = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
+) -> None:
+    """Print a model's layers, experts and sizes, and how much of it fits in this machine.
+
+    \b
+    routeahead inspect model.gguf
+    routeahead inspect model-00001-of-00004.gguf --json
+    """
+    path = options.model_path(model)
+    layout, free = read_layout(path).loaded(), available_bytes()
     if not layout.experts:
         raise ModelError(
-            f"{model}: has no experts ({layout.arch}): nothing to stream; "
+            f"{path}: has no experts ({layout.arch}): nothing to stream; "
             "`routeahead run --resident` runs it"
         )
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for name, value in facts(layout, available_bytes()):
-        table.add_row(name, value)
-    Console(soft_wrap=True).print(table)
+    if as_json:
+        print(json.dumps(report(layout, free), indent=2))
+        return
+    rows = facts(layout, free)
+    if model is None:
+        rows.insert(0, ("", "no model given: this is the built-in one"))
+    print_facts(rows)
+
+
+def report(layout: ModelLayout, free: int) -> dict[str, Any]:
+    """What `--json` prints; `free` is what this machine has left. All sizes in bytes."""
+    return {
+        "files": [str(shard.path) for shard in layout.shards],
+        "arch": layout.arch,
+        "file_bytes": layout.file_bytes,
+        "moe_layers": layout.moe_layers,
+        "experts": layout.n_expert,
+        "top_k": layout.n_expert_used,
+        "expert_bytes_by_layer": layout.bytes_by_layer(),
+        "quantisation": {p: dict(kinds) for p, kinds in _kinds(layout).items()},
+        "expert_bytes": layout.expert_bytes,
+        "dense_bytes": layout.dense_bytes,
+        "token_bytes": layout.token_bytes(),
+        "free_bytes": free,
+        "fits": _fit(layout, free),
+    }
 
 
 def facts(layout: ModelLayout, free: int) -> list[tuple[str, str]]:
@@ -37,27 +67,34 @@ def facts(layout: ModelLayout, free: int) -> list[tuple[str, str]]:
     least = layout.token_bytes()
     rows = [
         ("model", f"{layout.shards[0].path} ({layout.arch}, {len(layout.shards)} file(s))"),
-        ("file", _mib(layout.file_bytes)),
+        ("file", size(layout.file_bytes)),
         ("MoE layers", f"{len(sizes)}: {_ranges(layout.moe_layers)}"),
         ("experts", f"{layout.n_expert} a layer, top-{_top_k(layout)}"),
-        ("an expert", " or ".join(_mib(n) for n in sorted(set(sizes.values())))),
+        ("an expert", " or ".join(size(n) for n in sorted(set(sizes.values())))),
         *_quantisation(layout),
-        ("experts, all", _mib(layout.expert_bytes)),
-        ("dense weights", f"{_mib(layout.dense_bytes)} (kept in memory)"),
-        ("a token touches", f"{_mib(least)} of experts: the smallest sensible cache"),
-        ("free memory", _mib(free)),
+        ("experts, all", size(layout.expert_bytes)),
+        ("dense weights", f"{size(layout.dense_bytes)} (kept in memory)"),
+        ("a token touches", f"{size(least)} of experts: the smallest sensible cache"),
+        ("free memory", size(free)),
         ("fits here", _fit(layout, free)),
     ]
     return rows
 
 
 def _quantisation(layout: ModelLayout) -> list[tuple[str, str]]:
-    rows = []
+    return [
+        (f"  {name}", ", ".join(f"{quant} in {count} layers" for quant, count in kinds.items()))
+        for name, kinds in _kinds(layout).items()
+    ]
+
+
+def _kinds(layout: ModelLayout) -> dict[str, dict[str, int]]:
+    """Projection → quantisation → layers that have it, the commonest first."""
+    found = {}
     for projection in dict.fromkeys(e.projection for e in layout.experts):
         kinds = Counter(e.quant for e in layout.experts if e.projection == projection)
-        text = ", ".join(f"{quant} in {count} layers" for quant, count in kinds.most_common())
-        rows.append((f"  {projection}", text))
-    return rows
+        found[projection] = dict(kinds.most_common())
+    return found
 
 
 def _fit(layout: ModelLayout, free: int) -> str:
@@ -66,7 +103,7 @@ def _fit(layout: ModelLayout, free: int) -> str:
         return "everything: all experts fit in the cache"
     if left >= layout.token_bytes():
         share = left / layout.expert_bytes
-        return f"dense weights and a cache of {_mib(left)} ({share:.0%} of the experts)"
+        return f"dense weights and a cache of {size(left)} ({share:.0%} of the experts)"
     if left > 0:
         return "dense weights, but no useful cache: run with --cache-mb 0"
     return "not even the dense weights: --dense mmap may still run, slowly"
@@ -75,10 +112,6 @@ def _fit(layout: ModelLayout, free: int) -> str:
 def _top_k(layout: ModelLayout) -> str:
     numbers = sorted(set(map(layout.top_k, layout.moe_layers)))
     return " or ".join(map(str, numbers))
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / MIB:,.1f} MiB"
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from routeahead.cli.terminal import Column, print_table
 from routeahead.experts.layout import MIB
 from routeahead.telemetry.io_trace import read_io_trace, report
 
@@ -25,7 +24,12 @@ def io_report(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Report bytes a token, re-reads, and slices that were read early and again on demand."""
+    """Report bytes a token, re-reads, and slices that were read early and again on demand.
+
+    \b
+    routeahead run model.gguf -p "Hello" --io-trace reads.csv
+    routeahead io-report reads.csv
+    """
     reports = {str(path): report(read_io_trace(path), tokens=tokens) for path in traces}
     if as_json:
         rows = {
@@ -34,19 +38,19 @@ def io_report(
         }
         print(json.dumps(rows, indent=2))
         return
-    headings = ["trace", "reads", "MiB", "decoded", "MiB a token", "read before", "early + again"]
-    table = Table(*headings, "kinds", "median ms")
-    for name, one in reports.items():
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(one.kinds.items()))
-        table.add_row(
-            name,
-            str(one.reads),
-            f"{one.bytes_read / MIB:.1f}",
-            str(one.decode_tokens),
-            f"{one.bytes_per_token / MIB:.2f}",
-            f"{one.redundancy:.1%}",
-            str(one.early_again),
-            kinds,
-            f"{1e3 * one.latency_s:.2f}",
-        )
-    Console().print(table)
+    found = list(reports.values())
+    columns = {
+        "reads": [str(one.reads) for one in found],
+        "MiB": [f"{one.bytes_read / MIB:.1f}" for one in found],
+        "decoded": [str(one.decode_tokens) for one in found],
+        "MiB a token": [f"{one.bytes_per_token / MIB:.2f}" for one in found],
+        "read before": [f"{one.redundancy:.1%}" for one in found],
+        "early + again": [str(one.early_again) for one in found],
+        "median ms": [f"{1e3 * one.latency_s:.2f}" for one in found],
+        "kinds": [_counted(one.kinds) for one in found],
+    }
+    print_table("trace", list(reports), [Column(*column) for column in columns.items()])
+
+
+def _counted(kinds: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from routeahead.cli.terminal import note
 from routeahead.config import Settings
 from routeahead.errors import SettingsError
+from routeahead.models import DEFAULT_MODEL
 from routeahead.policies.settings import CacheSize
 from routeahead.setting import (
     EXPERIMENTS,
@@ -25,9 +28,17 @@ from routeahead.setting import (
 )
 
 TRACES = "Traces"
+SAMPLING = "Sampling"
+
+_SIZE = re.compile(r"^([+-]?\d+(?:\.\d+)?)\s*(?:([MGT])(?:i?B)?)?$", re.IGNORECASE)
+_MIB = {"m": 1, "M": 1, "g": 1024, "G": 1024, "t": 1 << 20, "T": 1 << 20, None: 1}
 
 Model = Annotated[
-    Path, typer.Argument(help="GGUF file; of a split model, any of its shards.", show_default=False)
+    Path | None,
+    typer.Argument(
+        help="GGUF file; of a split model, any of its shards.",
+        show_default="the built-in model, small, to try things out",
+    ),
 ]
 Csv = Annotated[
     Path | None, typer.Option(help="Write a row a decoded token.", rich_help_panel=TRACES)
@@ -79,10 +90,14 @@ def as_settings(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         SettingsError: the cache's size is none.
     """
-    return values | {
-        "cache_mb": cache_size(values["cache_mb"]),
-        "policy": tuple(values["policy"]),
+    # Not every Typer makes a path of a text before the command is called.
+    paths = {
+        name: Path(value)
+        for name, kind in types_of(Settings).items()
+        if Path in get_args(kind) and isinstance(value := values[name], str)
     }
+    sizes = {"cache_mb": cache_size(values["cache_mb"]), "policy": tuple(values["policy"])}
+    return values | paths | sizes
 
 
 def _setting_parameters() -> list[inspect.Parameter]:
@@ -125,7 +140,7 @@ def _help(facts: Facts) -> str:
 
 
 def cache_size(text: str) -> CacheSize:
-    """'auto' or a whole number of MiB.
+    """'auto', or MiB: a whole number, or a number with a unit such as 4G or 4000M.
 
     Raises:
         SettingsError: neither.
@@ -133,9 +148,46 @@ def cache_size(text: str) -> CacheSize:
     if text == "auto":
         return "auto"
     try:
-        return int(text)
+        return mib(text)
     except ValueError:
-        raise SettingsError(f"--cache-mb {text}: give a size in MiB, 0, or auto") from None
+        raise SettingsError(
+            f"--cache-mb {text}: give a size such as 4000 (MiB), 4G, 0, or auto"
+        ) from None
+
+
+def mib(text: str) -> int:
+    """A size in MiB: "4000", "4000M", "4000 MiB" and "3.9G" are sizes.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    found = _SIZE.match(text)
+    if not found:
+        raise ValueError(f"{text!r} is no size: give MiB, or a number with M, G or T, such as 4G")
+    number, unit = found.groups()
+    return int(number) if not unit and "." not in number else round(float(number) * _MIB[unit])
+
+
+def size_option(text: Any) -> int:
+    """`mib` as the parser of an option that takes no negative size."""
+    try:
+        value = text if isinstance(text, int) else mib(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if value < 0:
+        raise typer.BadParameter(f"{text}: a size cannot be negative")
+    return value
+
+
+def model_path(given: Path | None) -> Path:
+    """The model to use: the built-in one if none was given."""
+    return given or DEFAULT_MODEL
+
+
+def announce(given: Path | None) -> None:
+    """Says that the built-in model is used, because a forgotten path would go unnoticed."""
+    if given is None:
+        note("no model given: this is the built-in one, small, to try things out")
 
 
 def forced_tokens(text: str, count: int, n_vocab: int) -> list[int]:
@@ -151,7 +203,7 @@ def forced_tokens(text: str, count: int, n_vocab: int) -> list[int]:
             raise SettingsError(f"--forced-tokens {text}: give seed:NUMBER") from None
         return [rng.randrange(n_vocab) for _ in range(count)]
     try:
-        tokens = [int(word) for word in Path(text).read_text().split()]
+        tokens = [int(word) for word in Path(text).read_text(encoding="utf-8").split()]
     except (OSError, ValueError) as error:
         raise SettingsError(f"--forced-tokens {text}: cannot read token ids: {error}") from None
     if not tokens:

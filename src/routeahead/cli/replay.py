@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from routeahead.cli import options
+from routeahead.cli.terminal import print_facts, size
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import MIB
 from routeahead.replay.eviction import Policy
@@ -56,7 +56,15 @@ def replay(
     trace: Annotated[
         Path, typer.Argument(help="A recorded routing, .csv or .parquet.", show_default=False)
     ],
-    cache_mb: Annotated[int, typer.Option(min=0, help="Expert cache in MiB.", show_default=False)],
+    cache_mb: Annotated[
+        int,
+        typer.Option(
+            parser=options.size_option,
+            metavar="SIZE",
+            help="Expert cache in MiB, or as 4G.",
+            show_default=False,
+        ),
+    ],
     policy: Annotated[Policy, typer.Option(help="Which experts are evicted.")] = Policy.LRU,
     layers: Annotated[
         int | None,
@@ -80,6 +88,11 @@ def replay(
     """Replay a recorded routing through a cache: hits, evictions and what a token reads.
 
     With --bandwidth and --compute-ms also how long a token takes on a machine like that.
+
+    \b
+    routeahead run model.gguf -p "Hello" --route-trace routes.csv
+    routeahead replay routes.csv --cache-mb 2000
+    routeahead replay routes.csv --cache-mb 2G --bandwidth 2000 --compute-ms 1.5
     """
     machine = _machine(
         bandwidth=_scaled(bandwidth, MIB),
@@ -118,7 +131,7 @@ def replay(
     if as_json:
         print(json.dumps(report))
     else:
-        Console(soft_wrap=True).print(_table(report))
+        print_facts(_rows(report))
 
 
 def _scaled(value: float | None, factor: float) -> float | None:
@@ -135,23 +148,24 @@ def _machine(**options: Any) -> Machine | None:
     return Machine(**given).validate()
 
 
-def _table(report: dict[str, Any]) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    table.add_row("cache", f"{report['cache_mb']:,} MiB, {report['policy']}")
-    table.add_row("decoded tokens", f"{report['tokens']:,}")
-    table.add_row("hit rate", f"{report['decode_hit_rate']:.1%}")
-    table.add_row("hits, misses", f"{report['hits']:,}, {report['misses']:,}")
-    table.add_row("evictions", f"{report['evictions']:,}")
-    table.add_row("read", f"{report['bytes_read'] / MIB:,.1f} MiB")
-    table.add_row("  a token", f"{report['mib_per_token']:,.1f} MiB")
+def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [
+        ("cache", f"{report['cache_mb']:,} MiB, {report['policy']}"),
+        ("decoded tokens", f"{report['tokens']:,}"),
+        ("hit rate", f"{report['decode_hit_rate']:.1%}"),
+        ("hits, misses", f"{report['hits']:,}, {report['misses']:,}"),
+        ("evictions", f"{report['evictions']:,}"),
+        ("read", size(report["bytes_read"])),
+        ("  a token", f"{report['mib_per_token']:,.1f} MiB"),
+    ]
     if "machine" in report:
-        table.add_row("a token takes", _ms(report["s_per_token"]))
-        table.add_row("  compute", _ms(report["compute_s_per_token"]))
-        table.add_row("  stall", _ms(report["stall_s_per_token"]))
-        table.add_row("lane time", f"{_ms(report['io_s_per_token'])} a token")
-    return table
+        rows += [
+            ("a token takes", _ms(report["s_per_token"])),
+            ("  compute", _ms(report["compute_s_per_token"])),
+            ("  stall", _ms(report["stall_s_per_token"])),
+            ("lane time", f"{_ms(report['io_s_per_token'])} a token"),
+        ]
+    return rows
 
 
 def _ms(seconds: float) -> str:

@@ -10,7 +10,7 @@ from routeahead.experts.source import ExpertSource
 from routeahead.telemetry.counters import peak_rss_bytes, share
 
 
-def counters(llm: Llama, first_token_s: float) -> dict[str, float | int]:
+def counters(llm: Llama, first_token_s: float, total_s: float) -> dict[str, float | int]:
     """Figures of a run; per-token ones over decode only (definitions: `telemetry.counters`)."""
     decode, prefill = llm.counters.decode, llm.counters.prefill
     cache = llm.source.cache if llm.source else None
@@ -26,6 +26,8 @@ def counters(llm: Llama, first_token_s: float) -> dict[str, float | int]:
         "cache_resizes": llm.streamed.budget.resizes if llm.streamed else 0,
         "load_s": llm.counters.load_s,
         "first_token_s": first_token_s,
+        "total_s": llm.counters.load_s + total_s,
+        "prompt_tok_per_s": prefill.tokens / prefill.wall_s if prefill.tokens else 0.0,
         "s_per_token": decode.per_token("wall_s"),
         "compute_s_per_token": decode.per_token("compute_s"),
         "stall_s_per_token": decode.per_token("stall_s"),
@@ -66,38 +68,60 @@ def policies(llm: Llama) -> dict[str, Any]:
     return found
 
 
-def lines(llm: Llama, figures: dict[str, float | int]) -> list[str]:
-    """Where the time went, what the cache did, what overlap hid; then what the policies did."""
-    ms = {name: 1e3 * figures[f"{name}s_per_token"] for name in ("", "compute_", "stall_", "mgmt_")}
+def lines(llm: Llama, figures: dict[str, float | int], prompt: int, generated: int) -> list[str]:
+    """How fast it went, where the time of a token went, what the cache did, what overlap hid; then
+    what the policies did.
+
+    `prompt` and `generated` are tokens. What is counted for a decoded token is left out if there
+    is none: the first token is the prompt's.
+    """
     decode, peak = llm.counters.decode, int(figures["peak_rss_bytes"]) // MIB
-    rate = 1e3 / ms[""] if ms[""] else 0.0
-    head = (
-        f"{decode.tokens} tokens decoded at {ms['']:.1f} ms ({rate:.1f} tok/s): "
-        f"compute {ms['compute_']:.1f}, stall {ms['stall_']:.1f}, management {ms['mgmt_']:.1f}; "
-        f"load {figures['load_s']:.2f} s, first token {figures['first_token_s']:.2f} s, "
-        f"peak {peak} MiB"
-    )
-    source = llm.source
-    if not source:
-        return [f"resident: {head}"]
-    looked_up = decode.hits + decode.misses
-    hit_rate = decode.hits / looked_up if looked_up else 0.0
-    io_ms = 1e3 * decode.per_token("io_s")
+    token_s, source = decode.per_token("wall_s"), llm.source
+    rate = f" ({1 / token_s:.1f} tok/s)" if decode.tokens else ""
+    found = [
+        f"{'moe-stream' if source else 'resident'}: "
+        f"prompt {prompt} tokens ({figures['prompt_tok_per_s']:.1f} tok/s), "
+        f"output {generated} {'token' if generated == 1 else 'tokens'}{rate}",
+        f"moe-process: load {figures['load_s']:.2f} s, total {figures['total_s']:.2f} s, "
+        f"peak {peak} MiB",
+    ]
+    if decode.tokens:
+        parts = {name: f"{1e3 * decode.per_token(f'{name}_s'):.1f}" for name in _PARTS}
+        found.append(
+            f"moe-token: {1e3 * token_s:.1f} ms: compute {parts['compute']}, "
+            f"stall {parts['stall']}, management {parts['mgmt']}"
+        )
+    if source is None:
+        return found
     resizes, least = figures["cache_resizes"], int(figures["cache_least_bytes"]) // MIB
     resized = f" (memory was short: resized {resizes} times, least {least})" if resizes else ""
-    hidden = max(0.0, io_ms / llm.settings.io_threads - ms["stall_"])
-    return [
-        f"moe-stream: {head}",
-        f"moe-cache: {source.cache.budget // MIB} MiB{resized}, {hit_rate:.1%} hits; "
+    found.append(f"moe-cache: {source.cache.budget // MIB} MiB{resized}, {_cache(llm, figures)}")
+    if decode.tokens:
+        io_ms = 1e3 * decode.per_token("io_s")
+        stall_ms = 1e3 * decode.per_token("stall_s")
+        hidden = max(0.0, io_ms / llm.settings.io_threads - stall_ms)
+        found.append(
+            f"moe-overlap: {'on' if llm.settings.overlap else 'off'}, "
+            f"{llm.settings.io_threads} lanes{'' if llm.direct_io else ' (buffered)'}: "
+            f"{io_ms:.1f} ms of lane time a token, at least {hidden:.1f} ms hidden"
+        )
+    return [*found, *llm.policies.lines(decode), *_early_lines(source, llm.policies.reads_early)]
+
+
+_PARTS = ("compute", "stall", "mgmt")
+
+
+def _cache(llm: Llama, figures: dict[str, float | int]) -> str:
+    """What was found in it and read into it: a token's, or the prompt's if there is no other."""
+    decode, kept = llm.counters.decode, f"{figures['evictions']} evictions"
+    if not decode.tokens:
+        read = int(figures["bytes_read"]) // MIB
+        return f"prompt read {read} MiB in {figures['reads']} reads; {kept}"
+    return (
+        f"{share(decode.hits, decode.hits + decode.misses)} hits; "
         f"{decode.per_token('bytes_read') / MIB:.1f} MiB a token in "
-        f"{decode.per_token('reads'):.1f} reads; {figures['evictions']} evictions, "
-        f"{figures['rereads']} re-reads",
-        f"moe-overlap: {'on' if llm.settings.overlap else 'off'}, "
-        f"{llm.settings.io_threads} lanes{'' if llm.direct_io else ' (buffered)'}: "
-        f"{io_ms:.1f} ms of lane time a token, at least {hidden:.1f} ms of it hidden",
-        *llm.policies.lines(decode),
-        *_early_lines(source, llm.policies.reads_early),
-    ]
+        f"{decode.per_token('reads'):.1f} reads; {kept}, {figures['rereads']} re-reads"
+    )
 
 
 def _early_lines(source: ExpertSource, made_by: str) -> list[str]:

@@ -1,46 +1,53 @@
-"""`routeahead run`: generates text."""
+"""`routeahead run`: answers a prompt."""
 
 from __future__ import annotations
 
-import codecs
-import os
+import secrets
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import llama_cpp
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from routeahead.cli import options
-from routeahead.cli import report as reports
+from routeahead.cli import options, terminal
+from routeahead.cli.collector import no_collection
+from routeahead.cli.generation import Generation, read_grammar
+from routeahead.cli.options import SAMPLING
+from routeahead.cli.prompt import STDIN, read_prompt, tokens
 from routeahead.engine.llama import Llama
 from routeahead.errors import SettingsError
-from routeahead.experts.layout import shard_paths
-from routeahead.models import DEFAULT_MODEL
-from routeahead.telemetry.counters import Totals
+from routeahead.experts.layout import MIB, shard_paths
+from routeahead.llamacpp import node_filter
 from routeahead.telemetry.json_file import write_json
+from routeahead.telemetry.output_files import check_apart, check_writable
 from routeahead.telemetry.recorder import NOTHING, Outputs
 
 DEFAULT_CONTEXT = 4096
-# What a report has of each decoded token, so that a benchmark can leave out the first ones.
-STEP_COLUMNS = (
-    "wall_s", "compute_s", "stall_s", "adopt_s", "mgmt_s", "io_s", "cpu_s", "bytes_read", "hits",
-    "misses",
-)  # fmt: skip
+# llama.cpp takes the seed 2**32 - 1 for "none".
+SEEDS = (1 << 32) - 1
+
+
+def _sampling_option(help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=SAMPLING, **more)
 
 
 @options.with_settings
 def run(
-    model: options.Model = DEFAULT_MODEL,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue.")] = "",
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="File with the text to continue.")
+    model: options.Model = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="Question to the model.")
     ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="UTF-8 file with the question, without its last line break; - is stdin."),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System message: how the model is to answer.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt, without the model's chat template.")
+    ] = False,
     n: Annotated[int, typer.Option("-n", min=0, help="Tokens to generate at most.")] = 256,
     threads: Annotated[
         int | None,
@@ -56,180 +63,206 @@ def run(
             show_default="4096, or the model's if smaller",
         ),
     ] = None,
-    temp: Annotated[float, typer.Option(min=0, help="Temperature; 0 decodes greedily.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed for --temp above 0.")] = 0,
     report: Annotated[Path | None, typer.Option(help="Write the run as JSON to this file.")] = None,
+    temp: Annotated[float, _sampling_option("Temperature; 0 decodes greedily.", min=0)] = 0.0,
+    seed: Annotated[
+        int | None,
+        _sampling_option(
+            "With --temp: the same seed repeats a run.",
+            min=0,
+            max=SEEDS - 1,
+            show_default="another each time",
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        _sampling_option("With --temp: of the likeliest K tokens.", min=1, show_default="40"),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        _sampling_option(
+            "With --temp: of the likeliest tokens that make up this share.",
+            min=0,
+            max=1,
+            show_default="0.95",
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        _sampling_option(
+            "With --temp: of tokens at least this likely, as a share of the likeliest.",
+            min=0,
+            max=1,
+            show_default="0.05",
+        ),
+    ] = None,
+    repeat_penalty: Annotated[
+        float, _sampling_option("Above 1: makes repetition less likely.", min=0.01)
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, _sampling_option("End before this text; may be given several times.")
+    ] = None,
+    grammar: Annotated[
+        Path | None, _sampling_option("Output follows this grammar, a GBNF file.", metavar="FILE")
+    ] = None,
+    json_schema: Annotated[
+        Path | None, _sampling_option("Output is JSON of this schema.", metavar="FILE")
+    ] = None,
     forced_tokens: options.ForcedTokens = "",
     csv: options.Csv = None,
     io_trace: options.IoTrace = None,
     route_trace: options.RouteTrace = None,
     **settings: Any,
 ) -> None:
-    """Generate text; the text goes to stdout, a summary of the run to stderr."""
-    text = _prompt(prompt, prompt_file)
-    _check_apart(model, [path for path in (report, csv, io_trace, route_trace) if path])
-    if report:
-        _check_writable(report)
+    """Answer a prompt; the text goes to stdout, a summary of the run to stderr.
+
+    Without -p and --prompt-file, what is piped in is the prompt. All text is UTF-8.
+
+    \b
+    routeahead run model.gguf -p "Why is the sky blue?"
+    routeahead run model.gguf -p "The sky is blue because" --raw -n 64
+    routeahead run model.gguf --prompt-file question.txt --report run.json
+    git diff | routeahead run model.gguf --cache-mb 4G --system "Summarise this."
+    """
+    path = options.model_path(model)
+    inputs = {
+        "the prompt": None if prompt_file == STDIN else prompt_file,
+        "the forced tokens": None if forced_tokens.startswith("seed:") else Path(forced_tokens),
+        "the recorded routing": settings["replay_routing"],
+        "the grammar": grammar,
+        "the schema": json_schema,
+    }
     outputs = Outputs(csv=csv, io_trace=io_trace, route_trace=route_trace)
-    llm = load(model, settings, context=context, threads=threads, seed=seed, outputs=outputs)
+    _check_files(path, inputs, outputs, report)
+    sampling = {
+        "temp": temp,
+        "repeat_penalty": repeat_penalty,
+        **_of_temperature(temp, top_k=top_k, top_p=top_p, min_p=min_p),
+    }
+    # What is piped into a run that is fed with tokens is not for it.
+    fed = bool(forced_tokens) and prompt is None and prompt_file is None
+    text = "" if fed else read_prompt(prompt, prompt_file)
+    if not text and not forced_tokens:
+        raise SettingsError("the prompt is empty: give one with -p or --prompt-file, or pipe it in")
+    seed = secrets.randbelow(SEEDS) if seed is None else seed
+    with terminal.progress() as say:
+        llm = load(path, settings, say, context=context, threads=threads, outputs=outputs)
     try:
+        llm.set_seed(seed)
         forced = options.forced_tokens(forced_tokens, n, llm.n_vocab()) if forced_tokens else None
-        generation = Generation(llm, text, n, temp, forced)
-        try:
-            for piece in generation:
-                print(piece, end="", flush=True)
-            print()
-        except KeyboardInterrupt:
-            print()
-            generation.interrupted = True
-        finally:
-            if report:
-                write_json(report, generation.as_dict())
-        for line in reports.lines(llm, generation.figures()):
-            print(line, file=sys.stderr)
+        sampling["grammar"] = read_grammar(llm, grammar, json_schema)
+        generation = Generation(
+            llm,
+            tokens(llm, text, system=system, raw=raw),
+            n,
+            forced=forced,
+            stop=[one for one in stop or () if one],
+            sampling=sampling,
+        )
+        _print(generation, llm, report, lambda: options.announce(model))
+        if generation.cut_short and not generation.interrupted:
+            terminal.note(f"the context of {llm.room} tokens is full before -n {n}: raise -c")
+        seeded = [f"moe-sampling: temperature {temp:g}, seed {seed}"] if temp else []
+        terminal.print_lines([*generation.lines(), *seeded], stderr=True)
         if generation.interrupted:
             raise typer.Exit(130)
     finally:
         llm.close()
 
 
+def _check_files(
+    model: Path, inputs: dict[str, Path | None], outputs: Outputs, report: Path | None
+) -> None:
+    """Checks, before anything is opened, that no output is an input; and that there can be a
+    report after the run."""
+    read = [("a file of the model", shard) for shard in shard_paths(model)]
+    read += [(what, path) for what, path in inputs.items() if path]
+    check_apart(read, [path for path in (report, *vars(outputs).values()) if path])
+    if report:
+        check_writable(report)
+
+
+def _of_temperature(temp: float, **given: float | None) -> dict[str, float]:
+    """The options that choose among likely tokens, which only a temperature does."""
+    found = {name: value for name, value in given.items() if value is not None}
+    if found and not temp:
+        flag = next(iter(found)).replace("_", "-")
+        raise SettingsError(f"--{flag} has no effect at temperature 0: give --temp")
+    return found
+
+
+def _print(
+    generation: Generation, llm: Llama, report: Path | None, at_first: Callable[[], None]
+) -> None:
+    """Prints the text as it comes, and writes the report, also of what an interrupt left."""
+    try:
+        for index, piece in enumerate(_pieces(generation, llm)):
+            if not index:
+                at_first()
+            print(_shown(piece), end="", flush=True)
+        print()
+    except KeyboardInterrupt:
+        print()
+        generation.interrupted = True
+    finally:
+        if report:
+            write_json(report, generation.as_dict())
+
+
 def load(
     model: Path,
     settings: dict[str, Any],
+    say: Callable[[Callable[[], str]], None],
     *,
     context: int | None = None,
     threads: int | None = None,
-    seed: int = 0,
     outputs: Outputs = NOTHING,
 ) -> Llama:
-    """Loads a model with a progress bar over its dense weights."""
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("dense", total=None)
-        return Llama(
-            model,
-            n_ctx=context or DEFAULT_CONTEXT,
-            cap_context=context is None,
-            n_threads=threads,
-            seed=seed,
-            outputs=outputs,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-            **settings,
+    """Loads a model, and says meanwhile what it does."""
+    if not settings["resident"]:
+        say(lambda: "compiling the node filter, or loading what was compiled")
+        with no_collection():
+            node_filter.compiled()
+    say(lambda: "loading the model")
+
+    def loaded(done: int, total: int) -> None:
+        say(lambda: f"loading: {done // MIB:,} of {total // MIB:,} MiB of dense weights")
+
+    llm = Llama(
+        model,
+        n_ctx=context or DEFAULT_CONTEXT,
+        cap_context=context is None,
+        n_threads=threads,
+        outputs=outputs,
+        progress=loaded,
+        **settings,
+    )
+    trained = int(llm.layout.value("context_length") or 0)
+    if context and trained and context > trained:
+        terminal.note(
+            f"-c {context} is more than the {trained} tokens that the model was trained on: "
+            "what is beyond may make no sense"
         )
+    return llm
 
 
-class Generation:
-    """One generation: iterate over its text; the rest is known afterwards.
+def _pieces(generation: Generation, llm: Llama) -> Iterator[str]:
+    """The pieces of the text; until the first, says how much of the prompt was read."""
+    pieces, total = iter(generation), len(generation.prompt_tokens)
+    prefill = llm.counters.prefill
 
-    Attributes:
-        prompt_tokens, tokens: ids.
-        text: what was generated so far.
-        decode_steps: what was counted for each decoded token.
-        interrupted: whether it was stopped from outside.
-    """
+    def reading() -> str:
+        done, wall = prefill.tokens, prefill.wall_s
+        rate = f", {done / wall:.1f} tok/s" if done else ""
+        return f"reading the prompt: {done} of {total} tokens{rate}"
 
-    def __init__(
-        self, llm: Llama, prompt: str, n: int, temp: float, forced: list[int] | None
-    ) -> None:
-        """With `forced` tokens, each is evaluated as if it had been sampled."""
-        self._llm, self._temp, self._forced = llm, temp, forced
-        self.prompt_tokens = llm.tokenize(os.fsencode(prompt), add_bos=True, special=True)
-        if not self.prompt_tokens and forced:
-            self.prompt_tokens = forced[:1]
-        if not self.prompt_tokens:
-            raise SettingsError("the prompt is empty: give one with -p or --prompt-file")
-        self._limit = min(n, llm.room - len(self.prompt_tokens))
-        if forced and self._limit < 1:
-            raise SettingsError(f"the prompt leaves no room in a context of {llm.room}: raise -c")
-        self.tokens: list[int] = []
-        self.text = ""
-        self.interrupted = False
-        self.first_token_s = 0.0
-        self.decode_steps: list[Totals] = []
-
-    def __iter__(self) -> Iterator[str]:
-        llm, decoder = self._llm, codecs.getincrementaldecoder("utf-8")("replace")
-        start = time.perf_counter()
-        vocabulary = llama_cpp.llama_model_get_vocab(llm.model)
-        counted = replace(llm.counters.decode)
-        for token in self._steps():
-            step = llm.counters.decode.minus(counted)
-            if step.tokens:
-                self.decode_steps.append(step)
-                counted = replace(llm.counters.decode)
-            self.first_token_s = self.first_token_s or time.perf_counter() - start
-            ended = self._forced is None and llama_cpp.llama_vocab_is_eog(vocabulary, token)
-            if ended or len(self.tokens) >= self._limit:
-                break
-            self.tokens.append(token)
-            piece = decoder.decode(llm.detokenize([token], prev_tokens=self.prompt_tokens))
-            self.text += piece
-            yield piece
-            if len(self.tokens) >= self._limit:
-                break
-
-    def _steps(self) -> Iterator[int]:
-        llm = self._llm
-        if self._forced is None:
-            yield from llm.generate(self.prompt_tokens, temp=self._temp)
-            return
-        start = time.perf_counter()
-        llm.eval(self.prompt_tokens)
-        self.first_token_s = time.perf_counter() - start
-        llm.phase = "decode"
-        for token in self._forced:
-            llm.eval([token])
-            yield token
-
-    def figures(self) -> dict[str, float | int]:
-        return reports.counters(self._llm, self.first_token_s)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "settings": self._llm.settings.as_dict()
-            | {"n_ctx": self._llm.n_ctx(), "threads": self._llm.n_threads, "temp": self._temp},
-            "model": reports.model(self._llm),
-            "prompt_tokens": len(self.prompt_tokens),
-            "tokens": self.tokens,
-            "text": self.text,
-            "interrupted": self.interrupted,
-            "counters": self.figures(),
-            "decode_steps": {
-                name: [getattr(step, name) for step in self.decode_steps] for name in STEP_COLUMNS
-            },
-            **reports.policies(self._llm),
-        }
+    with terminal.progress() as say:
+        say(reading)
+        first = next(pieces, "")
+    yield first
+    yield from pieces
 
 
-def _prompt(prompt: str, prompt_file: Path | None) -> str:
-    if prompt and prompt_file:
-        raise SettingsError("give -p or --prompt-file, not both")
-    if prompt_file is None:
-        return prompt
-    try:
-        return prompt_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{prompt_file}: cannot read the prompt: {error}") from None
-
-
-def _check_apart(model: Path, outputs: list[Path]) -> None:
-    """What a run writes must be neither the model nor what else it writes."""
-    taken = {shard.resolve(): "a file of the model" for shard in shard_paths(model)}
-    for path in outputs:
-        place = path.resolve()
-        if place in taken:
-            raise SettingsError(f"{path}: is {taken[place]}: write to another file")
-        if not place.is_char_device():
-            taken[place] = "written already"
-
-
-def _check_writable(path: Path) -> None:
-    """A report that cannot be written is refused before the run, not after it."""
-    there = path.exists()
-    try:
-        with path.open("a"):
-            pass
-        if not there:
-            path.unlink()
-    except OSError as error:
-        raise SettingsError(f"{path}: cannot write the report: {error.strerror}") from None
+def _shown(piece: str) -> str:
+    """A terminal shows control characters that a model wrote; a file gets them as they are."""
+    return terminal.visible(piece, keep="\n\t") if sys.stdout.isatty() else piece

@@ -17,7 +17,7 @@ from llama_cpp.llama_tokenizer import BaseLlamaTokenizer
 class StreamingArguments(TypedDict, total=False):
     """The fields of `routeahead.Settings`."""
 
-    # Expert cache in MiB; 'auto' sizes it from free memory, 0 keeps nothing.
+    # Expert cache in MiB, or as 4G; 'auto' sizes it from free memory, 0 keeps nothing.
     cache_mb: int | Literal["auto"]
     # Read ahead what the previous token routed to in the next K MoE layers; 0 is off.
     prefetch: int

@@ -19,6 +19,7 @@ from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.stream import Stream
 from routeahead.errors import SettingsError
 from routeahead.experts.arena import Arena
+from routeahead.experts.lanes import no_thread
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader, Throttled
 from routeahead.experts.source import ExpertSource, dense_runs, read_dense
@@ -27,6 +28,7 @@ from routeahead.llamacpp.placement import Placement
 from routeahead.llamacpp.router_product import check_width
 from routeahead.prediction.ranker import RouterRanker
 from routeahead.routing.policy import Model, Policy, Precision
+from routeahead.telemetry.output_files import check_apart
 from routeahead.telemetry.recorder import NOTHING, Outputs, Recorder
 
 Progress = Callable[[int, int], None]
@@ -72,6 +74,10 @@ class StreamedModel:
         policies: Sequence[Policy] = (),
         hooks: Hooks,
     ) -> None:
+        inputs = [("a file of the model", shard.path) for shard in layout.shards]
+        if settings.replay_routing:
+            inputs.append(("the recorded routing", settings.replay_routing))
+        check_apart(inputs, [path for path in vars(outputs).values() if path])
         self.layout, self._settings, self._outputs = layout, settings, outputs
         self._given = policies
         self._top_k = settings.n_expert_used or layout.n_expert_used
@@ -138,7 +144,12 @@ class StreamedModel:
         self._closers.callback(self.recorder.close)
         if self.recorder.io:
             source.lanes.records = self.recorder.io.records
-        policies = self._make_policies(source)
+        try:
+            policies = self._make_policies(source)
+        except RuntimeError as error:  # of `Thread.start`
+            if "thread" not in str(error):
+                raise
+            raise no_thread("predictions") from None
         self._closers.callback(policies.close)
         moe_layers = layout.moe_layers
         hidden = self.callback.router_input(moe_layers) if policies.wants_hidden else None

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -46,3 +49,21 @@ def errors() -> Iterator[list[str]]:
 
 def _as_it_is(disable: bool) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def printed() -> Iterator[list[str]]:
+    """Collects the lines that native code prints to stderr in the `with` block, as its parser of
+    grammars does; they are there when the block has ended."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            caught.seek(0)
+            lines += caught.read().decode(errors="replace").splitlines()

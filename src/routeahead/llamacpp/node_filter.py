@@ -28,6 +28,7 @@ all nodes up to a stop before it runs the first of them, so the proof is complet
 from __future__ import annotations
 
 import functools
+import hashlib
 from typing import Any
 
 import numba
@@ -138,10 +139,35 @@ def _ends_weights(state: Any, words: Any) -> Any:
 
 @functools.cache
 def compiled() -> Any:
-    """The filter as a numba cfunc `bool (ggml_tensor *, bool ask, int64 *state)`."""
+    """The filter as a numba cfunc `bool (ggml_tensor *, bool ask, int64 *state)`.
 
-    @numba.cfunc(types.boolean(types.voidptr, types.boolean, types.voidptr))
+    Its machine code is kept on disk by numba, as a start takes half a second less with it.
+    """
+    try:
+        return _compile(_frozen(), cached=True)
+    except Exception:  # no folder that can be written, a full disk, a damaged file
+        return _compile(_frozen(), cached=False)
+
+
+def _frozen() -> int:
+    """A digest of every constant that the machine code may have in it.
+
+    numba's cache notices when this file changes, but not that another library has other op codes
+    or another struct. So all plain values of both modules are taken, whether they are used or not.
+    """
+    values = [
+        (module, name, value)
+        for module, names in (("here", globals()), ("ggml", vars(ggml)))
+        for name, value in sorted(names.items())
+        if isinstance(value, (int, bytes, str, tuple)) and not name.startswith("__")
+    ]
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:7], "little")
+
+
+def _compile(frozen: int, *, cached: bool) -> Any:
+    @numba.cfunc(types.boolean(types.voidptr, types.boolean, types.voidptr), cache=cached)
     def node_filter(tensor: Any, ask: Any, state_pointer: Any) -> Any:
+        frozen  # noqa: B018  a free variable's value is a part of the cache's key
         state = carray(state_pointer, (STATE_WORDS,), dtype=np.int64)
         if state[FAULT] != 0:
             # Asked: stop here. Stopped: end the graph, or go on to a node after which llama.cpp

@@ -17,10 +17,10 @@ class PolicySettings:
 
     cache_mb: CacheSize = setting(
         "auto",
-        "Expert cache in MiB; 'auto' sizes it from free memory, 0 keeps nothing.",
+        "Expert cache in MiB, or as 4G; 'auto' sizes it from free memory, 0 keeps nothing.",
         STREAMING,
         low=0,
-        metavar="MIB",
+        metavar="SIZE",
     )
 
     def check(self) -> None:

@@ -45,7 +45,7 @@ class IoTrace:
         Raises:
             SettingsError: the file cannot be written.
         """
-        self._table = open_table(path, COLUMNS, ["io_trace v1"], {})
+        self._table = open_table(path, COLUMNS, {"format": "io_trace v2"})
         self._start, self._step = start, 0
         self.records: list[ReadRecord] = []
 

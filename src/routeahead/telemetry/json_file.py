@@ -6,27 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from routeahead.errors import SettingsError
+from routeahead.telemetry.output_files import replacing
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a temporary file beside `path` and renames it to `path`.
+    """Writes `content` to `path`, which is replaced when all of it is written (`replacing`).
 
-    Objects that JSON has no type for, such as paths, are written as their text. If `path` is a
-    link, the file that it points to is replaced; what is no regular file (/dev/stdout) is written
-    to directly.
+    Objects that JSON has no type for, such as paths, are written as their text.
 
     Raises:
         SettingsError: the file cannot be written.
     """
     text = json.dumps(content, indent=1, default=str) + "\n"
-    try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-            return
-        path = path.resolve()
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise SettingsError(f"{path}: cannot write it: {error.strerror}") from None
+    with replacing(path) as file:
+        file.write(text)

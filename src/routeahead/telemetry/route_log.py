@@ -47,15 +47,15 @@ class RouteLog:
         """
         self._bytes = layout.bytes_by_layer()
         facts: dict[str, Any] = {
+            "format": "route_trace v3",
             "model": str(layout.shards[0].path),
             "arch": layout.arch,
             "n_layer": len(self._bytes),
             "n_expert": layout.n_expert,
             "n_expert_used": top_k,
+            "layers": self._bytes,
         }
-        head = ["route_trace v2", " ".join(f"{key}={value}" for key, value in facts.items())]
-        head += [f"layer={layer} expert_bytes={size}" for layer, size in self._bytes.items()]
-        self._table = open_table(path, COLUMNS, head, {**facts, "layers": self._bytes})
+        self._table = open_table(path, COLUMNS, facts)
         self._turn = -1
         self._columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
         self._first = 0  # where the last routing begins in them

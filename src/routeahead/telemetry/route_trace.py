@@ -1,8 +1,7 @@
 """A routing trace: which experts each token routed to, layer by layer, as a run recorded it.
 
-Two formats with the same columns, one line a routed slot. As CSV, header lines
-`# layer=L expert_bytes=B` come first. As Parquet (a name that ends in `.parquet`), the schema's
-metadata has under the key `routeahead` the JSON `{"layers": {"L": B, ...}}`. Columns: `phase`
+A table (`telemetry.table`) whose facts are `{"layers": {"L": B, ...}}`: bytes of an expert of
+layer L. In a CSV without facts, lines `# layer=L expert_bytes=B` on top say it. Columns: `phase`
 (0 = prefill, 1 = decode), `step` (position of the token), `layer`, `slot`, `expert`; others are
 ignored. Lines are in the order in which the graph routed them.
 """
@@ -145,7 +144,7 @@ def _one_line(reason: object) -> str:
 
 
 def _expert_bytes(contents: Contents) -> dict[int, int]:
-    """Bytes of one expert by layer, from the head of a CSV or the metadata of a Parquet."""
+    """Bytes of one expert by layer, from the facts or the head of a CSV without any."""
     if contents.facts is None:
         found = [_LAYER_FACT.match(line) for line in contents.head]
         return {int(fact[1]): int(fact[2]) for fact in found if fact}
@@ -153,7 +152,7 @@ def _expert_bytes(contents: Contents) -> dict[int, int]:
         layers = contents.facts["layers"]
         return {int(layer): int(size) for layer, size in layers.items()}
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise TraceError("its schema metadata has no JSON 'routeahead' with 'layers'") from error
+        raise TraceError("its facts (JSON) do not have 'layers'") from error
 
 
 def _batches(slots: Slots, facts: dict[int, int]) -> list[Batch]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from routeahead.errors import SettingsError
 from routeahead.telemetry.counters import Totals
-from routeahead.telemetry.table import CsvTable
+from routeahead.telemetry.table import open_table
 
 _MS = ("wall_s", "compute_s", "stall_s", "io_s", "mgmt_s", "adopt_s", "cpu_s")
 _COUNTS = ("bytes_read", "reads", "hits", "misses")
@@ -25,28 +23,23 @@ _LINES = 32
 
 
 class StepLog:
-    """Writes a preamble (every setting and version), a line a token, and a trailer with totals."""
+    """Writes a line a token; the table's facts are every setting and version."""
 
-    def __init__(self, path: Path, preamble: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, facts: Mapping[str, Any]) -> None:
         """Begins the file.
 
         Raises:
             SettingsError: the file cannot be written.
         """
-        head = [f"{key}={json.dumps(value)}" for key, value in preamble.items()]
-        try:
-            self._table = CsvTable(path, COLUMNS, head)
-        except OSError as error:
-            raise SettingsError(f"{path}: cannot be written: {error.strerror}") from None
+        self._table = open_table(path, COLUMNS, facts)
         self._lines: list[list[float | int]] = []
-        self._sum = Totals()
-        self._faults = self._first_fault = _major_faults()
+        self._tokens, self._faults = 0, _major_faults()
 
     def add(self, step: Totals) -> None:
         """Records one decoded step."""
-        self._sum.add(step)
+        self._tokens += step.tokens
         faults = _major_faults()
-        self._lines.append([self._sum.tokens, *_cells(step), faults - self._faults])
+        self._lines.append([self._tokens, *_cells(step), faults - self._faults])
         self._faults = faults
         if len(self._lines) == _LINES:
             self._write()
@@ -57,12 +50,11 @@ class StepLog:
             self._lines = []
 
     def close(self) -> None:
-        """Writes what was collected, and the totals."""
-        self._write()
-        cells = [self._sum.tokens, *_cells(self._sum), self._faults - self._first_fault]
-        totals = dict(zip(COLUMNS, cells, strict=True))
-        self._table.comment(f"totals={json.dumps(totals)}")
-        self._table.close()
+        """Writes what was collected."""
+        try:
+            self._write()
+        finally:
+            self._table.close()
 
 
 def _cells(step: Totals) -> list[float | int]:

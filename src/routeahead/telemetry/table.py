@@ -3,14 +3,21 @@
 pyarrow reads and writes both. It is imported where a table is opened, because a run without traces
 has no use for it.
 
-CSV begins with lines `# key=value`, and what was added is in the file when `add` returns, so that a
-run that is killed leaves all of it. A Parquet file can be read only after `close`.
+What is known of the whole table, its facts, is JSON: in a Parquet's metadata under the key
+`routeahead`; in a CSV in the last column, `facts`, of the first line, so that every reader of CSV
+takes the file as it is. (Older CSVs begin with lines `# key=value`; they can be read.)
+
+What was added to a CSV is in the file when `add` returns, so that a run that is killed leaves all
+of it. A Parquet file can be read only after `close`.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +31,7 @@ Columns = Mapping[str, str]
 """Name → Arrow type: "int64", "float64" or "string"."""
 
 PARQUET = ".parquet"
+FACTS = "facts"  # a CSV's last column
 _KEY = b"routeahead"  # of Parquet's metadata
 _GROUP = 65536  # lines of a Parquet row group, which is compressed as a whole
 
@@ -36,56 +44,79 @@ class Table(Protocol):
     def close(self) -> None: ...
 
 
-def open_table(
-    path: Path, columns: Columns, head: Sequence[str], facts: Mapping[str, Any]
-) -> Table:
-    """Opens a table for writing.
-
-    Args:
-        head: lines for the top of a CSV, without "# ".
-        facts: the same for a Parquet's metadata, as JSON under the key `routeahead`.
+def open_table(path: Path, columns: Columns, facts: Mapping[str, Any]) -> Table:
+    """Opens a table for writing. `facts` has to be JSON.
 
     Raises:
         SettingsError: the file cannot be written.
     """
     try:
-        if path.suffix == PARQUET:
-            return _ParquetTable(path, columns, facts)
-        return CsvTable(path, columns, head)
+        made: Table = (_ParquetTable if path.suffix == PARQUET else _CsvTable)(path, columns, facts)
+        return _Named(path, made)
     except OSError as error:
         raise SettingsError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-class CsvTable:
-    """A CSV file. See the module for what is in it when."""
+class _Named:
+    """A table whose errors name the file: a disk may be full after hours."""
 
-    def __init__(self, path: Path, columns: Columns, head: Sequence[str]) -> None:
-        """Writes the lines on top.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        import pyarrow as pa
-        from pyarrow import csv
-
-        self._schema = pa.schema(list(columns.items()))
-        self._batch = pa.record_batch
-        self._file = path.open("wb")
-        lines = [*(f"# {line}" for line in head), ",".join(columns)]
-        self._file.write("".join(f"{line}\n" for line in lines).encode())
-        options = csv.WriteOptions(include_header=False, quoting_style="none")
-        self._writer = csv.CSVWriter(self._file, self._schema, write_options=options)
+    def __init__(self, path: Path, table: Table) -> None:
+        self._path, self._table = path, table
 
     def add(self, columns: Sequence[Sequence[Any]]) -> None:
-        self._writer.write(self._batch(columns, schema=self._schema))
-        self._file.flush()
-
-    def comment(self, line: str) -> None:
-        self._file.write(f"# {line}\n".encode())
+        with self._naming():
+            self._table.add(columns)
 
     def close(self) -> None:
-        self._writer.close()
-        self._file.close()
+        with self._naming():
+            self._table.close()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise SettingsError(f"{self._path}: cannot be written: {reason}") from None
+
+
+class _CsvTable:
+    """A CSV file. See the module for what is in it when."""
+
+    def __init__(self, path: Path, columns: Columns, facts: Mapping[str, Any]) -> None:
+        import pyarrow as pa
+        from pyarrow import csv as arrow_csv
+
+        self._arrow, self._facts = pa, json.dumps(facts)
+        self._own = pa.schema(list(columns.items()))
+        self._schema = self._own.append(pa.field(FACTS, pa.string()))
+        self._file = path.open("wb")
+        self._file.write(f"{','.join(self._schema.names)}\n".encode())
+        options = arrow_csv.WriteOptions(include_header=False, quoting_style="none")
+        self._writer = arrow_csv.CSVWriter(self._file, self._schema, write_options=options)
+
+    def add(self, columns: Sequence[Sequence[Any]]) -> None:
+        batch = self._arrow.record_batch(columns, schema=self._own)
+        if self._facts and batch.num_rows:
+            self._file.write(_line([*batch.slice(0, 1).to_pylist()[0].values(), self._facts]))
+            self._facts, batch = "", batch.slice(1)
+        none = self._arrow.nulls(batch.num_rows, self._arrow.string())
+        columns = [*batch.columns, none]
+        self._writer.write(self._arrow.record_batch(columns, schema=self._schema))
+        self._file.flush()
+
+    def close(self) -> None:
+        try:
+            self._writer.close()
+        finally:
+            self._file.close()
+
+
+def _line(values: Sequence[Any]) -> bytes:
+    """A line of a CSV in which only what needs quotes has them."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(values)
+    return text.getvalue().encode()
 
 
 class _ParquetTable:
@@ -112,10 +143,12 @@ class _ParquetTable:
         self._batches, self._waiting = [], 0
 
     def close(self) -> None:
-        if self._waiting:
-            self._write()
-        self._writer.close()
-        self._file.close()
+        try:
+            if self._waiting:
+                self._write()
+            self._writer.close()
+        finally:
+            self._file.close()
 
 
 @dataclass(frozen=True)
@@ -124,8 +157,8 @@ class Contents:
 
     Attributes:
         columns: name → values, of the columns that were asked for.
-        head: the lines on top of a CSV, without "# ".
-        facts: the JSON of a Parquet's metadata; None for a CSV.
+        head: the lines on top of an older CSV, without "# ".
+        facts: what is known of the whole table; None for an older CSV.
     """
 
     columns: dict[str, npt.NDArray[Any]]
@@ -143,8 +176,35 @@ def read_table(path: Path, columns: Columns) -> Contents:
     return (_read_parquet if path.suffix == PARQUET else _read_csv)(path, columns)
 
 
+def read_arrow(path: Path) -> tuple[Any, Any]:
+    """All columns of a table as a pyarrow.Table, and its facts; of an older CSV, its head's lines.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no such table.
+    """
+    from pyarrow import csv as arrow_csv
+    from pyarrow import py_buffer
+
+    if path.suffix == PARQUET:
+        from pyarrow import parquet
+
+        table = parquet.read_table(path)
+        return table, _parquet_facts(table.schema)
+    # Older ones have comments, at the end too.
+    lines = path.read_bytes().splitlines(keepends=True)
+    head = [line[1:].decode().strip() for line in lines if line.startswith(b"#")]
+    content = py_buffer(b"".join(line for line in lines if not line.startswith(b"#")))
+    options = arrow_csv.ConvertOptions(null_values=["", "nan"])
+    table = arrow_csv.read_csv(content, convert_options=options)
+    if FACTS not in table.column_names:
+        return table, head
+    facts = _csv_facts(table)
+    return table.drop_columns([FACTS]), facts
+
+
 def _read_csv(path: Path, columns: Columns) -> Contents:
-    from pyarrow import csv
+    from pyarrow import csv as arrow_csv
 
     with path.open("rb") as file:
         head = []
@@ -156,14 +216,32 @@ def _read_csv(path: Path, columns: Columns) -> Contents:
             return Contents(
                 {name: np.empty(0, _numpy_type(columns[name])) for name in columns}, head
             )
-        table = csv.read_csv(
+        wanted = {**columns, FACTS: "string"} if FACTS in names else columns
+        table = arrow_csv.read_csv(
             file,
-            csv.ReadOptions(column_names=names, use_threads=False),
-            convert_options=csv.ConvertOptions(
-                column_types=columns, include_columns=list(columns), null_values=["", "nan"]
+            arrow_csv.ReadOptions(column_names=names, use_threads=False),
+            convert_options=arrow_csv.ConvertOptions(
+                column_types=wanted,
+                include_columns=list(wanted),
+                null_values=["", "nan"],
+                strings_can_be_null=True,
             ),
         )
-    return Contents(_values(table, columns), head)
+    return Contents(_values(table, columns), head, _csv_facts(table) if FACTS in names else None)
+
+
+def _csv_facts(table: Any) -> Any:
+    try:
+        return json.loads(table.column(FACTS)[0].as_py() or "{}") if table.num_rows else {}
+    except (ValueError, TypeError):
+        raise ValueError(f"its first line has no JSON in the column {FACTS}") from None
+
+
+def _parquet_facts(schema: Any) -> Any:
+    try:
+        return json.loads((schema.metadata or {}).get(_KEY, b"{}"))
+    except ValueError:
+        raise ValueError(f"its metadata has no JSON under the key {_KEY.decode()}") from None
 
 
 def _read_parquet(path: Path, columns: Columns) -> Contents:
@@ -174,10 +252,7 @@ def _read_parquet(path: Path, columns: Columns) -> Contents:
     _require(columns, schema.names)
     table = parquet.read_table(path, columns=list(columns)).select(list(columns))
     values = _values(table.cast(pa.schema(list(columns.items()))), columns)
-    try:
-        return Contents(values, facts=json.loads((schema.metadata or {}).get(_KEY, b"{}")))
-    except ValueError:
-        raise ValueError(f"its metadata has no JSON under the key {_KEY.decode()}") from None
+    return Contents(values, facts=_parquet_facts(schema))
 
 
 def _require(columns: Columns, present: Sequence[str]) -> None:
