@@ -182,6 +182,11 @@ class Llama(TakingTurns):
         llama.setdefault("op_offload", False)
         llama["use_mmap"] = False
         if self.settings.n_expert_used:
+            if isinstance(self.layout.value("expert_used_count"), list):
+                raise SettingsError(
+                    "n_expert_used: this model has a number of its own for each layer, which "
+                    "llama.cpp does not replace: leave n_expert_used out"
+                )
             key = f"{self.layout.arch}.expert_used_count"
             overrides = llama.get("kv_overrides") or {}
             llama["kv_overrides"] = {**overrides, key: self.settings.n_expert_used}
@@ -254,7 +259,13 @@ class Llama(TakingTurns):
 
         Raises:
             ReadError: an expert's bytes did not arrive. The failed batch left no trace.
+            ModelError: the model keeps nothing of a token for the next one (encoders, diffusion).
         """
+        if self._ctx.memory is None:
+            raise ModelError(
+                f"{self.layout.shards[0].path}: {self.layout.arch} has no KV cache, so it cannot "
+                "generate text token by token: use Llama(..., embedding=True).embed(text)"
+            )
         if self._void:
             self._undo()
         outer = self.phase
@@ -353,7 +364,9 @@ class Llama(TakingTurns):
 
     def _undo(self) -> None:
         """After a failed batch: back to the state before it."""
-        if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
+        if self._ctx.memory is None:
+            self.n_tokens = 0
+        elif not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
             # Recurrent state cannot be cut: start over.
             self._ctx.kv_cache_clear()  # type: ignore[no-untyped-call]
             self.n_tokens = 0

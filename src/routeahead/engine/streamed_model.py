@@ -85,7 +85,7 @@ class StreamedModel:
             raise SettingsError(f"n_expert_used is {self._top_k}: the model has {layout.n_expert}")
         self.arena = Arena(layout.shards, poison=hooks.poison)
         places = {t.name: self.arena.address(t.shard, t.offset) for t in layout.tensors}
-        self._placement = Placement(places.__getitem__)
+        self._placement = Placement(places.get)
         self.callback = EvalCallback()
         file_reader = FileReader(layout.shards, direct=settings.direct_io)
         if file_reader.fallback:
@@ -179,7 +179,10 @@ class StreamedModel:
         def ranker(precision: Precision) -> RouterRanker:
             return RouterRanker(self.callback.router_input(layers), precision)
 
-        model = Model(layers, layout.n_expert, self._top_k, width, source, ranker)
+        top_ks = {} if self._settings.n_expert_used else {n: layout.top_k(n) for n in layers}
+        model = Model(
+            layers, layout.n_expert, self._top_k, width, source, ranker, top_k_by_layer=top_ks
+        )
         return make_policies(self._settings, model, self._given)
 
     def _map_dense(self) -> None:
@@ -190,7 +193,7 @@ class StreamedModel:
     def _make_budget(self, source: ExpertSource) -> CacheBudget:
         """Dense weights, KV cache and context exist by now: what is free is free for experts."""
         layout, settings, size = self.layout, self._settings, self._settings.cache_mb
-        least = layout.token_bytes(self._top_k)
+        least = layout.token_bytes(settings.n_expert_used)
         if size != "auto" and 0 < size * MIB < least and not settings.force_cache:
             raise SettingsError(
                 f"cache_mb={size} is less than one token routes to: give at least "
