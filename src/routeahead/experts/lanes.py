@@ -28,10 +28,10 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
-from routeahead.errors import ReadError
+from routeahead.errors import ReadError, SettingsError
 from routeahead.experts.arena import Arena, Pages
 from routeahead.experts.layout import ExpertTensor
-from routeahead.experts.reader import Reader
+from routeahead.experts.reader import Reader, read_whole
 
 Kind = Literal["demand", "committed", "speculative"]
 
@@ -127,6 +127,14 @@ class ReadRecord(NamedTuple):
     nbytes: int
 
 
+def no_thread(what: str) -> SettingsError:
+    """The error to raise where the system refused to start a thread for `what`."""
+    return SettingsError(
+        f"cannot start a thread for {what}: no more are allowed; "
+        "raise the limit (ulimit -u, or pids.max of a container), or give fewer io_threads"
+    )
+
+
 class Lanes:
     """`count` threads that serve reads: by kind, then oldest submission first."""
 
@@ -146,8 +154,13 @@ class Lanes:
             threading.Thread(target=self._serve, args=(lane,), name=f"lane-{lane}", daemon=True)
             for lane in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
+        for lane, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError:  # the system refuses another thread
+                self._threads = self._threads[:lane]
+                self.close()
+                raise no_thread(f"lane {lane + 1} of {count}") from None
 
     @property
     def busy_s(self) -> float:
@@ -241,7 +254,7 @@ class Lanes:
         got, start = 0, time.perf_counter()
         try:
             self._arena.provide(inner, view)
-            got = self._reader.read(tensor.shard, offset, view, need)
+            got = read_whole(self._reader, tensor.shard, offset, view, need)
             self._bytes[lane] += got
             self._early_bytes[lane] += got if read.kind != "demand" else 0
             self._reads[lane] += 1
