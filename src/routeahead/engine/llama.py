@@ -10,6 +10,7 @@ from typing import Any
 
 import llama_cpp
 import psutil
+from jinja2 import TemplateError
 
 from routeahead.config import Settings
 from routeahead.engine.memory import available_bytes
@@ -18,7 +19,7 @@ from routeahead.engine.streamed_model import Progress, StreamedModel, WrapReader
 from routeahead.errors import ModelError, SettingsError, StreamError
 from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
-from routeahead.llamacpp import native_log
+from routeahead.llamacpp import native_abort, native_log
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.telemetry.counters import Counters, Phase, Totals, cpu_s
 from routeahead.telemetry.recorder import NOTHING, Outputs
@@ -151,11 +152,11 @@ class Llama(llama_cpp.Llama):
         path = str(self.layout.shards[0].path)
         try:
             with native_log.errors() as reasons:
-                super().__init__(path, **llama)
+                native_abort.guarded(lambda: super(Llama, self).__init__(path, **llama))
         except BaseException as error:
             if self.streamed:
                 self.streamed.abandon()
-            if not isinstance(error, (ValueError, RuntimeError)):
+            if not isinstance(error, (ValueError, RuntimeError, AssertionError, TemplateError)):
                 raise
             reason = reasons[0] if reasons else error
             raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error

@@ -102,17 +102,22 @@ class ModelLayout:
         return str(self.metadata.get("general.architecture", "unknown"))
 
     def value(self, key: str) -> Any:
-        """Metadata `<arch>.<key>`, or None. Per-layer lists come back as their first element."""
+        """Metadata `<arch>.<key>`, or None. What differs by layer is a list."""
         return self.metadata.get(f"{self.arch}.{key}")
 
     @property
     def n_expert(self) -> int:
         return max((e.n_expert for e in self.experts), default=0)
 
+    def top_k(self, layer: int) -> int:
+        """Experts that one token routes to in `layer`."""
+        used = self.value("expert_used_count") or 0
+        return int(used[layer] if isinstance(used, list) else used)
+
     @property
     def n_expert_used(self) -> int:
-        """Top-k: experts that one token routes to in one layer."""
-        return int(self.value("expert_used_count") or 0)
+        """Top-k of the layer that uses most experts."""
+        return max(map(self.top_k, self.moe_layers), default=0)
 
     @property
     def moe_layers(self) -> list[int]:
@@ -139,8 +144,12 @@ class ModelLayout:
         return sizes
 
     def token_bytes(self, top_k: int | None = None) -> int:
-        """Expert bytes that one token routes to: the smallest cache that makes sense."""
-        return (top_k or self.n_expert_used) * sum(self.bytes_by_layer().values())
+        """Expert bytes that one token routes to: the smallest cache that makes sense.
+
+        With `top_k`, it routes to as many experts in every layer.
+        """
+        sizes = self.bytes_by_layer().items()
+        return sum((top_k or self.top_k(layer)) * size for layer, size in sizes)
 
     def largest_expert(self) -> int:
         """Bytes of one expert of the layer in which they are largest."""

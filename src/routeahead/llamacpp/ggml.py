@@ -70,6 +70,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_get_name": (_PTR, [_PTR]),
     "ggml_get_data": (_PTR, [_PTR]),
     "ggml_nbytes": (_SIZE, [_PTR]),
+    "ggml_set_abort_callback": (_PTR, [_PTR]),
     "ggml_op_name": (_STR, [_INT]),
     "ggml_type_name": (_STR, [_INT]),
     "ggml_unary_op_name": (_STR, [_INT]),
