@@ -13,7 +13,7 @@ import llama_cpp
 from llama_cpp._logger import llama_log_callback, logger
 
 _ERROR = 4  # ggml.h; the numbers in llama_cpp._logger are of an older version
-_internals: Any = llama_cpp._internals  # type: ignore[attr-defined]
+_internals: Any = llama_cpp._internals
 _one = threading.Lock()  # what follows is the process's: its log and its stdout
 
 
