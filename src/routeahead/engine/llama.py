@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import warnings
@@ -21,6 +22,7 @@ from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp import native_abort, native_log
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.llamacpp.text import FileName, detokenize
 from routeahead.telemetry.counters import Counters, Phase, Totals, cpu_s
 from routeahead.telemetry.recorder import NOTHING, Outputs
 
@@ -149,7 +151,7 @@ class Llama(llama_cpp.Llama):
             key = f"{self.layout.arch}.expert_used_count"
             overrides = llama.get("kv_overrides") or {}
             llama["kv_overrides"] = {**overrides, key: self.settings.n_expert_used}
-        path = str(self.layout.shards[0].path)
+        path = FileName(self.layout.shards[0].path)
         try:
             with native_log.errors() as reasons:
                 native_abort.guarded(lambda: super(Llama, self).__init__(path, **llama))
@@ -160,6 +162,8 @@ class Llama(llama_cpp.Llama):
                 raise
             reason = reasons[0] if reasons else error
             raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error
+        pieces = functools.partial(detokenize, self._model.vocab, self._model.token_bos())
+        self._model.detokenize = pieces  # type: ignore[method-assign]
         if self.streamed:
             self.streamed.start(progress)
             self.layout = self.streamed.layout

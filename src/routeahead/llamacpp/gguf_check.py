@@ -19,7 +19,7 @@ from routeahead.llamacpp.gguf_metadata import TOKENS, Counted, Value, Vocabulary
 
 _MAX_BLOCKS, _MAX_EXPERTS = 512, 1024  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
 _MAX_WIDTH = 1 << 24
-_MAX_CONTEXT = (1 << 31) - 1  # positions are 32-bit
+_MAX_CONTEXT = 1 << 25  # llama.cpp reserves 4 bytes for each position, used or not
 
 _GATING_FUNCTIONS = 4
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
@@ -41,7 +41,7 @@ def check_model(path: Path, layout: ModelLayout) -> None:
     facts = _Facts(path, layout.metadata, layout.arch)
     _check_arch(facts)
     _check_shape(facts)
-    _check_rope(facts)
+    _check_heads(facts, layout.tensors)
     if layout.experts:
         _check_experts(facts, layout)
     else:
@@ -128,18 +128,22 @@ def _check_shape(facts: _Facts) -> None:
             raise facts.error(key, "expected a finite number, and no negative epsilon")
 
 
-def _check_rope(facts: _Facts) -> None:
+def _check_heads(facts: _Facts, tensors: Sequence[TensorInfo]) -> None:
+    """The widths of attention heads, and how much of them rotates. Layers with a sliding window
+    ("_swa") may have their own; where they have none, the others' hold."""
     kind = facts.text(".rope.scaling.type")
     if kind is not None and kind not in _ROPE_SCALINGS:
         raise facts.error(".rope.scaling.type", f"expected one of {', '.join(_ROPE_SCALINGS)}")
+    # A head is a part of what some attention tensor gives or takes.
+    widest = max((max(t.shape) for t in tensors if ".attn_" in t.name), default=_MAX_WIDTH)
+    width, rotated = _head_width(facts), None
     for suffix in ("", "_swa"):
-        width = facts.count(f".attention.key_length{suffix}", 1, _MAX_WIDTH) or _head_width(facts)
+        facts.count(f".attention.value_length{suffix}", 1, widest)
+        width = facts.count(f".attention.key_length{suffix}", 1, widest) or width
         key = f".rope.dimension_count{suffix}"
-        rotated = facts.count(key, 0, _MAX_WIDTH)
+        rotated = facts.count(key, 0, _MAX_WIDTH) or rotated
         if rotated and (rotated % 2 or (width and rotated > width)):
-            raise facts.error(key, f"expected an even number, at most the {width} of a head")
-    for suffix in ("", "_swa"):
-        facts.count(f".attention.value_length{suffix}", 1, _MAX_WIDTH)
+            raise facts.error(key, f"{rotated} of a head's {width} dimensions cannot rotate")
 
 
 def _head_width(facts: _Facts) -> int | None:
@@ -197,6 +201,8 @@ def _check_tensors(path: Path, tensors: Sequence[TensorInfo]) -> None:
             fault = f"has no elements {tensor.shape}"
         elif tensor.quant in _NO_WEIGHTS and _LOOKUP not in tensor.name:
             fault = f"is of type {tensor.quant}, which no product takes"
+        elif tensor.name.endswith(".bias") and tensor.quant != "F32":
+            fault = f"is a bias of type {tensor.quant}: expected F32"
         elif len(tensor.shape) == 1 and tensor.quant not in _VECTOR_TYPES | _NO_WEIGHTS:
             fault = f"is a vector of type {tensor.quant}: expected floats"
         if fault:

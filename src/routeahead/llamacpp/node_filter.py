@@ -32,6 +32,7 @@ from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
+from routeahead.errors import SettingsError
 from routeahead.llamacpp import ggml
 
 # Words of the state that the filter and Python share. One thread runs both, in turn.
@@ -128,7 +129,13 @@ def _ends_weights(state: Any, words: Any) -> Any:
 
 @functools.cache
 def compiled() -> Any:
-    """The filter as a numba cfunc `bool (ggml_tensor *, bool ask, int64 *state)`."""
+    """The filter as a numba cfunc `bool (ggml_tensor *, bool ask, int64 *state)`.
+
+    Raises:
+        SettingsError: numba was told not to compile.
+    """
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        raise SettingsError("NUMBA_DISABLE_JIT is set, but streaming needs numba: unset it")
 
     @numba.cfunc(types.boolean(types.voidptr, types.boolean, types.voidptr))
     def graph_filter(tensor: Any, ask: Any, state_pointer: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from routeahead.errors import ModelError
 from routeahead.experts.lanes import ReadRecord
 from routeahead.telemetry.counters import Phase
-from routeahead.telemetry.table import open_table
+from routeahead.telemetry.table import no_pyarrow, open_table, whole_lines
 
 COLUMNS: Mapping[str, str] = {
     "time_s": "float64",  # when the read ended, from the start of the trace
@@ -109,6 +109,8 @@ def read_io_trace(path: Path) -> dict[str, npt.NDArray[Any]]:
             columns = {n: table.column(n).to_numpy(zero_copy_only=False) for n in COLUMNS}
         else:
             columns = _read_csv(path)
+    except ImportError:
+        raise ModelError(no_pyarrow(path)) from None
     except (OSError, ValueError, KeyError, IndexError) as error:
         reason = getattr(error, "strerror", None) or "not an I/O trace"
         raise ModelError(f"{path}: {reason}; write one with `run --io-trace FILE`") from None
@@ -117,7 +119,8 @@ def read_io_trace(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 def _read_csv(path: Path) -> dict[str, npt.NDArray[Any]]:
     with path.open(encoding="utf-8") as file:
-        lines = [line.rstrip("\n").split(",") for line in file if not line.startswith("#")]
+        rows = (line for line in whole_lines(file, path) if not line.startswith("#"))
+        lines = [line.rstrip("\n").split(",") for line in rows]
     if lines[0] != list(COLUMNS):
         raise ValueError
     kinds = {"int64": np.int64, "float64": np.float64, "string": np.str_}

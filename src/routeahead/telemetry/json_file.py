@@ -24,7 +24,11 @@ def write_json(path: Path, content: Any) -> None:
             return
         path = path.resolve()
         temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)  # nothing half-written stays
+            raise
     except OSError as error:
         raise SettingsError(f"{path}: cannot write it: {error.strerror}") from None

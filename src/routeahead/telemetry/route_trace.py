@@ -10,6 +10,7 @@ ignored. Rows are in the order in which the graph routed them.
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.errors import RouteAheadError
+from routeahead.telemetry.table import no_pyarrow, whole_lines
 
 Phase = Literal["prefill", "decode"]
 Rows = npt.NDArray[np.int64]
@@ -120,15 +122,18 @@ class RouteTrace:
         return tokens
 
 
-def read_trace(path: Path) -> RouteTrace:
-    """Reads a CSV or Parquet trace.
+def read_trace(path: str | os.PathLike[str]) -> RouteTrace:
+    """Reads a CSV or Parquet trace; a CSV that ends inside a row up to there, with a warning.
 
     Raises:
         TraceError: the file is missing or malformed.
     """
+    path = Path(path)
     try:
         facts, rows = _read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
         return RouteTrace(facts, _batches(rows, facts), rows)
+    except ImportError:
+        raise TraceError(no_pyarrow(path)) from None
     except OSError as error:
         raise TraceError(f"{path}: {_one_line(error.strerror or error)}") from error
     except TraceError as error:
@@ -143,16 +148,17 @@ def _one_line(reason: object) -> str:
 
 def _read_csv(path: Path) -> tuple[dict[int, int], Rows]:
     facts: dict[int, int] = {}
-    with path.open(encoding="utf-8") as lines:
-        line = lines.readline()
+    with path.open(encoding="utf-8") as file:
+        lines = whole_lines(file, path)
+        line = next(lines, "")
         while line.startswith("#"):
             if match := _LAYER_FACT.match(line):
                 facts[int(match[1])] = int(match[2])
-            line = lines.readline()
+            line = next(lines, "")
         names = line.strip().split(",")
         _require_columns(names)
         with warnings.catch_warnings():  # about a file without rows, which is an error further on
-            warnings.simplefilter("ignore")
+            warnings.filterwarnings("ignore", "loadtxt")
             rows = np.loadtxt(
                 lines,
                 dtype=np.int64,

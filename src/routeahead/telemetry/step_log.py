@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from routeahead.errors import SettingsError
 from routeahead.telemetry.counters import Totals
 from routeahead.telemetry.table import CsvTable
 
@@ -26,10 +25,7 @@ class StepLog:
             SettingsError: the file cannot be written.
         """
         head = [f"{key}={json.dumps(value)}" for key, value in preamble.items()]
-        try:
-            self._table = CsvTable(path, COLUMNS, head)
-        except OSError as error:
-            raise SettingsError(f"{path}: cannot be written: {error.strerror}") from None
+        self._table = CsvTable(path, COLUMNS, head)
         self._sum = Totals()
         self._faults = self._first_fault = _major_faults()
 
