@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from support import models
 from support.gguf_parts import ARRAY, STRING, Key, Parts, Tensor
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -190,3 +191,15 @@ def damaged(draw: Draw, parts: Parts) -> bytes:
     if draw(st.sampled_from(RARELY)):
         return bytes(header[: draw(st.integers(0, len(header)))])
     return bytes(header) + bytes(-len(header) % parts.alignment) + parts.data
+
+
+def small(arch: str) -> models.Spec:
+    """A model of an architecture that loads in a hundredth of a second."""
+    spec = replace(
+        models.FIXTURES[{"llama": "mixtral", "deepseek2": "deepseek2-grouped"}.get(arch, arch)],
+        layers=3 if arch == "gemma4" else 2, experts=8, top_k=2, width=64, expert_width=32,
+    )  # fmt: skip
+    return replace(spec, groups=4, shared_width=32) if arch == "deepseek2" else spec
+
+
+ARCHITECTURES = ["qwen3moe", "deepseek2", "gemma4", "gpt-oss", "llama"]

@@ -56,8 +56,8 @@ def use(path: str) -> None:
     from routeahead import Llama
 
     llm = Llama(path, n_ctx=32, n_batch=32, n_threads=1, cache_mb=0, io_threads=1)
-    tokens = llm.tokenize("Hello, wörld \n\0 1 + 2".encode(), special=True)[:8] or [0]
-    llm.eval(tokens)
+    tokens = llm.tokenize("Hello, wörld \n\0 1 + 2".encode(), special=True)[:8]
+    llm.eval([token for token in tokens if token >= 0] or [0])  # a wrong tokenizer gives -1
     llm.phase = "decode"
     llm.eval([llm.sample(temp=0)])
     llm.detokenize(list(range(min(64, llm.n_vocab()))))
@@ -71,6 +71,8 @@ def _child(path: str, said: int) -> NoReturn:
     from routeahead.errors import RouteAheadError
 
     status = _LOADED
+    if path == "ABORT":  # shows that an abort is told from an error
+        os.abort()
     try:
         use(path)
     except RouteAheadError as error:

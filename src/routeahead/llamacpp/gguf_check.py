@@ -161,13 +161,11 @@ def _check_no_experts(facts: _Facts) -> None:
 
 
 def _check_experts(facts: _Facts, layout: ModelLayout) -> None:
-    experts, last = layout.n_expert, layout.moe_layers[-1]
+    experts = facts.count(".expert_count", 0, _MAX_EXPERTS) or layout.n_expert
     for tensor in layout.experts:
         if tensor.n_expert != experts:
             raise facts.error(".expert_count", f"{tensor.name} has {tensor.n_expert} experts")
-    facts.count(".expert_count", experts, experts)
-    if experts > _MAX_EXPERTS:
-        raise facts.error(".expert_count", f"llama.cpp runs at most {_MAX_EXPERTS} experts")
+    last = layout.moe_layers[-1]
     blocks = facts.count(".block_count", last + 1, _MAX_BLOCKS)
     used = facts.counts(".expert_used_count", blocks or last + 1, 0, experts)
     if used and min(used[layer] for layer in layout.moe_layers) < 1:

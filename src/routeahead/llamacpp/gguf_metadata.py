@@ -24,7 +24,7 @@ HEADER_LIMIT = 256 << 20
 """Bytes. Headers of real models have up to 30 MiB; a length beyond this is damage."""
 
 _KEPT = 1024  # elements of an array of numbers that is kept: one a layer
-_CHUNK = 1 << 20  # bytes read from the file at a time
+_CHUNK = 1 << 16  # bytes read from the file at a time
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
