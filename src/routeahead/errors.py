@@ -36,3 +36,11 @@ class ReadError(RouteAheadError):
 
 class StreamError(RouteAheadError, RuntimeError):
     """The graph or the library did something the engine does not understand."""
+
+
+def no_thread(what: str) -> SettingsError:
+    """The error to raise where the system refused to start a thread for `what`."""
+    return SettingsError(
+        f"cannot start a thread for {what}: no more are allowed; "
+        "raise the limit (ulimit -u, or pids.max of a container), or give fewer io_threads"
+    )

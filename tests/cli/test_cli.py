@@ -195,6 +195,8 @@ def renamed_shard(tmp_path: Path, library: Library) -> Path:
 def without_experts(tmp_path: Path, library: Library) -> Path:
     path = tmp_path / "dense.gguf"
     writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([b"a", b"b"])
     writer.add_tensor("token_embd.weight", np.zeros((8, 8), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
+import signal
 import struct
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +20,7 @@ from support.gguf_damage import small
 from support.gguf_parts import ARRAY, STRING, Key, Parts, take_apart
 from support.load_server import LoadServer
 
-from routeahead import Llama, ModelError
+from routeahead import Llama, ModelError, SettingsError
 from routeahead.llamacpp import gguf_file, native_abort
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.llamacpp.gguf_metadata import read_metadata
@@ -99,7 +102,7 @@ CASES: dict[str, tuple[str, Damage, str]] = {
     ),
     "scaling": (QWEN, key("qwen3moe.rope.scaling.type", b"x", STRING), "expected one of"),
     "experts": (QWEN, key("qwen3moe.expert_count", 9), "ffn_gate_exps.weight has 8 experts"),
-    "used": (QWEN, key("qwen3moe.expert_used_count", 9), "from 0 to 8"),
+    "used": (QWEN, key("qwen3moe.expert_used_count", 9), "a layer has 8 experts"),
     "none used": (QWEN, key("qwen3moe.expert_used_count", 0), "at least 1 in a layer"),
     "used in one layer": (
         QWEN, key("qwen3moe.expert_used_count", [2, 0], ARRAY), "at least 1 in a layer",
@@ -198,9 +201,71 @@ def test_guarded_passes_results_errors_and_interrupts_on() -> None:
     assert native_abort.guarded(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         native_abort.guarded(lambda: 1 // 0)
-    names: list[str] = []
-    native_abort.guarded(lambda: names.append(threading.current_thread().name))
-    assert names == ["guarded"]
+    idents: list[int] = []
+    native_abort.guarded(lambda: idents.append(threading.get_ident()))
+    assert idents != [threading.get_ident()]
+
+
+def test_a_signal_waits_for_the_guarded_call() -> None:
+    ended: list[bool] = []
+
+    def call() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.05)
+        ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        native_abort.guarded(call)
+    assert ended
+
+
+def test_a_load_without_a_thread_is_one_line(
+    sound: dict[str, Parts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    path = sound["qwen3moe"].write(tmp_path / "model.gguf")
+    with pytest.raises(SettingsError, match="cannot start a thread for loading the model"):
+        Llama(path, n_ctx=32, n_threads=1)
+
+
+def swap(folder: Path) -> None:
+    """The second and the third file of a set change their names."""
+    second, third = (next(folder.glob(f"*-0000{n}-of-*")) for n in (2, 3))
+    second.rename(folder / "x")
+    third.rename(second)
+    (folder / "x").rename(third)
+
+
+def other_set(folder: Path) -> None:
+    """The second file is one of a set of two."""
+    parts = take_apart(next(folder.glob("*-00002-of-*")))
+    parts.change("split.count", 2, 2).write(next(folder.glob("*-00002-of-*")))
+
+
+def same_tensor(folder: Path) -> None:
+    """The second file has a tensor of the first."""
+    first, second = (take_apart(next(folder.glob(f"*-0000{n}-of-*"))) for n in (1, 2))
+    tensors = [replace(second.tensors[0], name=first.tensors[0].name), *second.tensors[1:]]
+    replace(second, tensors=tensors).write(next(folder.glob("*-00002-of-*")))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (swap, "-00002-of-00003.gguf: says that it is shard 2"),
+        (other_set, "-00002-of-00003.gguf: says that it is one of 2 shards"),
+        (same_tensor, "is there twice"),
+    ],
+)
+def test_shards_that_are_no_set(tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
+    first = models.write(tmp_path / "model.gguf", small("qwen3moe"), shards=3)
+    read_layout(first)
+    damage(tmp_path)
+    with pytest.raises(ModelError, match=says):
+        read_layout(first)
 
 
 def test_loads_at_once_leave_stdout_alone(sound: dict[str, Parts], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from routeahead.config import Settings
 from routeahead.engine.memory import available_bytes
 from routeahead.engine.policies import Steering
 from routeahead.engine.streamed_model import Progress, StreamedModel, WrapReader
-from routeahead.errors import ModelError, SettingsError, StreamError
+from routeahead.errors import ModelError, RouteAheadError, SettingsError, StreamError
 from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp import native_abort, native_log
@@ -158,7 +158,8 @@ class Llama(llama_cpp.Llama):
         except BaseException as error:
             if self.streamed:
                 self.streamed.abandon()
-            if not isinstance(error, (ValueError, RuntimeError, AssertionError, TemplateError)):
+            llamas = (ValueError, RuntimeError, AssertionError, TemplateError)
+            if isinstance(error, RouteAheadError) or not isinstance(error, llamas):
                 raise
             reason = reasons[0] if reasons else error
             raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error

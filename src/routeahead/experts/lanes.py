@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
-from routeahead.errors import ReadError, SettingsError
+from routeahead.errors import ReadError, no_thread
 from routeahead.experts.arena import Arena, Pages
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.reader import Reader, read_whole
@@ -125,14 +125,6 @@ class ReadRecord(NamedTuple):
     shard: int
     offset: int
     nbytes: int
-
-
-def no_thread(what: str) -> SettingsError:
-    """The error to raise where the system refused to start a thread for `what`."""
-    return SettingsError(
-        f"cannot start a thread for {what}: no more are allowed; "
-        "raise the limit (ulimit -u, or pids.max of a container), or give fewer io_threads"
-    )
 
 
 class Lanes:

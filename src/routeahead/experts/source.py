@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from routeahead.errors import no_thread
 from routeahead.experts.arena import Arena
 from routeahead.experts.cache import ExpertCache
 from routeahead.experts.guesses import Guess, Guesses
-from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket, no_thread
+from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
 from routeahead.experts.layout import ExpertTensor, ModelLayout, TensorInfo
 from routeahead.experts.reader import Reader, read_whole
 

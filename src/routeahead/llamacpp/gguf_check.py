@@ -161,13 +161,16 @@ def _check_no_experts(facts: _Facts) -> None:
 
 
 def _check_experts(facts: _Facts, layout: ModelLayout) -> None:
-    experts = facts.count(".expert_count", 0, _MAX_EXPERTS) or layout.n_expert
+    declared = facts.count(".expert_count", 0, _MAX_EXPERTS)
+    experts = layout.n_expert if declared is None else declared
     for tensor in layout.experts:
         if tensor.n_expert != experts:
             raise facts.error(".expert_count", f"{tensor.name} has {tensor.n_expert} experts")
     last = layout.moe_layers[-1]
     blocks = facts.count(".block_count", last + 1, _MAX_BLOCKS)
-    used = facts.counts(".expert_used_count", blocks or last + 1, 0, experts)
+    used = facts.counts(".expert_used_count", blocks or last + 1, 0, _MAX_WIDTH)
+    if used and max(used) > experts:
+        raise facts.error(".expert_used_count", f"a layer has {experts} experts")
     if used and min(used[layer] for layer in layout.moe_layers) < 1:
         raise facts.error(".expert_used_count", "expected at least 1 in a layer with experts")
     facts.count(".expert_gating_func", 0, _GATING_FUNCTIONS)

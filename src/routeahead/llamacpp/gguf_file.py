@@ -34,13 +34,14 @@ def read_layout(path: str | os.PathLike[str]) -> ModelLayout:
     shards: list[Shard] = []
     tensors: list[TensorInfo] = []
     metadata: dict[str, Value] = {}
-    for index, shard_path in enumerate(shard_paths(first)):
+    paths = shard_paths(first)
+    for index, shard_path in enumerate(paths):
         _check_readable(shard_path)
         values = _read_metadata(shard_path)
+        _check_place(shard_path, values, index, len(paths))
         tensors += _read_tensors(shard_path, index)
         shards.append(Shard(shard_path, shard_path.stat().st_size))
         metadata = values if index == 0 else metadata
-    _check_split_count(first, metadata, len(shards))
     check_extent(shards, tensors)
     layout = ModelLayout(shards, tensors, metadata)
     check_model(first, layout)
@@ -63,11 +64,17 @@ def _unreadable(path: Path, error: OSError) -> ModelError:
     return ModelError(f"{path}: {error.strerror or error}; give a readable GGUF file")
 
 
-def _check_split_count(path: Path, metadata: dict[str, Value], found: int) -> None:
-    declared = metadata.get("split.count") or 1
-    if declared != found:
+def _check_place(path: Path, metadata: dict[str, Value], index: int, count: int) -> None:
+    """A file's name and its header must say the same of its place in a set."""
+    number, declared = metadata.get("split.no", 0), metadata.get("split.count") or 1
+    if declared != count:
         raise ModelError(
-            f"{path}: says that it is one of {declared} shards but is named like one of {found}; "
+            f"{path}: says that it is one of {declared} shards but is named like one of {count}; "
+            "keep the names -00001-of-000NN.gguf"
+        )
+    if count > 1 and number != index:
+        raise ModelError(
+            f"{path}: says that it is shard {number} (from 0) and is named like shard {index}; "
             "keep the names -00001-of-000NN.gguf"
         )
 
