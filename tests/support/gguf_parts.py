@@ -46,8 +46,8 @@ class Tensor:
 class Parts:
     """Counts are written as they are where given, and counted where None."""
 
-    keys: Sequence[Key]
-    tensors: Sequence[Tensor]
+    keys: Sequence[Key] = field(repr=False)
+    tensors: Sequence[Tensor] = field(repr=False)
     data: bytes = field(repr=False)
     version: int = 3
     magic: bytes = b"GGUF"

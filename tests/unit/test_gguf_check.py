@@ -96,6 +96,7 @@ CASES: dict[str, tuple[str, Damage, str]] = {
     "groups used": (DEEP, key("deepseek2.expert_group_used_count", 4), "some but not all"),
     "gating": (DEEP, key("deepseek2.expert_gating_func", 9), "from 0 to 4"),
     "rotation": (QWEN, key("qwen3moe.rope.dimension_count", 64), "32 dimensions cannot rotate"),
+    "no rotation": (GEMMA, key("gemma4.rope.dimension_count", 0), "is 0: expected"),
     "odd rotation": (GPT, key("gpt-oss.rope.dimension_count", 31), "cannot rotate"),
     "rotation in a window": (
         GEMMA, lambda p: p.without("gemma4.rope.dimension_count_swa"), "cannot rotate",
@@ -184,7 +185,7 @@ def test_an_assertion_that_nobody_foresaw_is_an_error(
 def test_a_process_that_met_an_assertion_ends_as_others_do(
     sound: dict[str, Parts], tmp_path: Path
 ) -> None:
-    path = sound["qwen3moe"].change("qwen3moe.rope.dimension_count", 0).write(tmp_path / "r.gguf")
+    path = sound["qwen3moe"].change("qwen3moe.rope.dimension_count", 2).write(tmp_path / "r.gguf")
     script = (
         "import sys; from routeahead import Llama, ModelError\n"
         "try: Llama(sys.argv[1], n_ctx=32, n_threads=1, cache_mb=0)\n"

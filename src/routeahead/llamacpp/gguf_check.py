@@ -141,7 +141,7 @@ def _check_heads(facts: _Facts, tensors: Sequence[TensorInfo]) -> None:
         facts.count(f".attention.value_length{suffix}", 1, widest)
         width = facts.count(f".attention.key_length{suffix}", 1, widest) or width
         key = f".rope.dimension_count{suffix}"
-        rotated = facts.count(key, 0, _MAX_WIDTH) or rotated
+        rotated = facts.count(key, 2, _MAX_WIDTH) or rotated  # of 0, llama.cpp computes for ever
         if rotated and (rotated % 2 or (width and rotated > width)):
             raise facts.error(key, f"{rotated} of a head's {width} dimensions cannot rotate")
 
