@@ -156,20 +156,38 @@ class _Walk:
     def _texts(self, key: str, count: int) -> Counted:
         if count > (self._size - self._at) // _U64.size:
             raise self._error(f"says that {key} has {count} elements")
-        kept = key == TOKENS
-        hashes, unpack = array("q", bytes(8 * count if kept else 0)), _U64.unpack_from
-        data, at = self._data, self._at
+        if key == TOKENS:
+            return self._vocabulary(key, count)
+        # Hundreds of thousands: nothing but the next length is looked at.
+        data, at, unpack, left = self._data, self._at, _U64.unpack_from, count
+        while left:
+            try:
+                while left:
+                    at += 8 + unpack(data, at)[0]
+                    left -= 1
+            except (struct.error, OverflowError):  # no further than this has been read
+                self._fill(at + 8, key)
+        self._fill(at, key)
+        self._at = at
+        return Counted(count)
+
+    def _vocabulary(self, key: str, count: int) -> Vocabulary:
+        hashes, data, at, unpack = (
+            array("q", bytes(8 * count)),
+            self._data,
+            self._at,
+            _U64.unpack_from,
+        )
         for index in range(count):
             if at + 8 > len(data):
                 self._fill(at + 8, key)
             end = at + 8 + unpack(data, at)[0]
             if end > len(data):
                 self._fill(end, key)
-            if kept:
-                hashes[index] = hash(bytes(data[at + 8 : end]))
+            hashes[index] = hash(bytes(data[at + 8 : end]))
             at = end
         self._at = at
-        return Vocabulary(count, hashes) if kept else Counted(count)
+        return Vocabulary(count, hashes)
 
     def _name(self, what: str) -> str:
         data = self._bytes(self._length(what), what)
