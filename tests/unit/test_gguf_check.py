@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import os
 import signal
 import struct
 import subprocess
@@ -301,20 +302,40 @@ def test_walking_a_header_takes_no_more_than_twice_its_memory(tmp_path: Path) ->
     assert peak < 2 * path.stat().st_size
 
 
+def claiming(path: Path, name: bytes, element: int, count: int, size: int) -> Path:
+    """A file of `size` bytes whose only key is an array that claims to have `count` elements."""
+    header = b"GGUF" + struct.pack("<I2Q", 3, 0, 1) + struct.pack("<Q", len(name)) + name
+    path.write_bytes(header + struct.pack("<2IQ", ARRAY, element, count) + b"\xff" * 1000)
+    os.truncate(path, size)
+    return path
+
+
+def peak_of_refusal(path: Path) -> int:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelError, match=r"says that|ends inside"):
+            read_metadata(path)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("count", [2**20, 2**27, 2**40, 2**62])
-@pytest.mark.parametrize("element", [0, 4, 8, 12])
+@pytest.mark.parametrize("element", [0, 4, STRING, 12])
 def test_a_length_that_is_not_there_reserves_nothing(
     tmp_path: Path, element: int, count: int
 ) -> None:
-    path = tmp_path / "long.gguf"
-    header = b"GGUF" + struct.pack("<I2Q", 3, 0, 1) + struct.pack("<Q", 1) + b"k"
-    path.write_bytes(header + struct.pack("<2IQ", ARRAY, element, count) + bytes(1000))
-    tracemalloc.start()
-    with pytest.raises(ModelError, match=r"says that k has|ends inside"):
-        read_metadata(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1 << 18
+    path = claiming(tmp_path / "long.gguf", b"k", element, count, 2000)
+    assert peak_of_refusal(path) < 1 << 18
+
+
+@pytest.mark.parametrize("name", [b"k", TOKENS.encode()])
+@pytest.mark.parametrize("count", [2**20, 2**24, 2**62])
+def test_texts_that_are_not_there_reserve_nothing_in_a_large_file(
+    tmp_path: Path, name: bytes, count: int
+) -> None:
+    path = claiming(tmp_path / "long.gguf", name, STRING, count, 1 << 34)
+    assert peak_of_refusal(path) < 1 << 18
 
 
 def test_the_server_tells_an_abort_from_an_error(

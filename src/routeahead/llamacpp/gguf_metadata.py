@@ -138,9 +138,11 @@ class _Walk:
         size = struct.calcsize(form)
         if count > (self._size - self._at) // size:
             raise self._error(f"says that {key} has {count} elements")
-        data = self._bytes(count * size, key)
         if count > _KEPT:
+            self._fill(self._at + count * size, key)
+            self._at += count * size
             return Counted(count)
+        data = self._bytes(count * size, key)
         return list(struct.unpack(f"<{count}{form[1]}", data))
 
     def _scalar(self, kind: int, key: str) -> Value:
@@ -172,19 +174,15 @@ class _Walk:
         return Counted(count)
 
     def _vocabulary(self, key: str, count: int) -> Vocabulary:
-        hashes, data, at, unpack = (
-            array("q", bytes(8 * count)),
-            self._data,
-            self._at,
-            _U64.unpack_from,
-        )
-        for index in range(count):
+        data, at, unpack = self._data, self._at, _U64.unpack_from
+        hashes = array("q")  # grows with what is there, and not with what `count` says
+        for _ in range(count):
             if at + 8 > len(data):
                 self._fill(at + 8, key)
             end = at + 8 + unpack(data, at)[0]
             if end > len(data):
                 self._fill(end, key)
-            hashes[index] = hash(bytes(data[at + 8 : end]))
+            hashes.append(hash(bytes(data[at + 8 : end])))
             at = end
         self._at = at
         return Vocabulary(count, hashes)
