@@ -224,10 +224,16 @@ def _check_tokenizer(facts: _Facts) -> None:
     if repeated is not None:
         raise facts.error(TOKENS, f"token {repeated} is there twice")
     if model == "llama":
-        missing = tokens.lacks([f"<0x{byte:02X}>".encode() for byte in range(256)])
-        if 0 < len(missing) < 256:
-            raise facts.error(TOKENS, f"the tokens of {len(missing)} bytes are missing")
+        _check_bytes(facts, tokens)
     _check_ends(facts, str(model), tokens.count)
+
+
+def _check_bytes(facts: _Facts, tokens: Vocabulary) -> None:
+    """A vocabulary that falls back on bytes must have them all: `<0x41>`, or else `A`."""
+    spelt = tokens.lacks([f"<0x{byte:02X}>".encode() for byte in range(256)])
+    missing = tokens.lacks([bytes([int(token[3:5], 16)]) for token in spelt])
+    if missing and len(spelt) < 256:
+        raise facts.error(TOKENS, f"the tokens of {len(missing)} bytes are missing")
 
 
 def _check_ends(facts: _Facts, model: str, count: int) -> None:
