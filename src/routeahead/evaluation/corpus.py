@@ -16,7 +16,6 @@ from typing import Any
 import llama_cpp
 
 from routeahead.errors import ModelError, SettingsError
-from routeahead.llamacpp.gguf_file import read_layout
 
 OPENING_TOKENS = 64
 """Tokens of the text that a long generation continues, if the context has room for as many."""
@@ -139,7 +138,6 @@ def open_vocabulary(path: Path) -> Iterator[Vocabulary]:
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
-    read_layout(path)  # refuses what would end the process here
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise ModelError(f"{path}: llama.cpp cannot read its vocabulary")
