@@ -19,7 +19,7 @@ from routeahead.llamacpp.gguf_metadata import TOKENS, Counted, Value, Vocabulary
 
 _MAX_BLOCKS, _MAX_EXPERTS = 512, 1024  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
 _MAX_WIDTH = 1 << 24
-_MAX_CONTEXT = 1 << 25  # llama.cpp reserves 4 bytes for each position, used or not
+_MAX_CONTEXT = 1 << 25  # llama-cpp-python takes 4 bytes of each for every text that it tokenises
 
 _GATING_FUNCTIONS = 4
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
