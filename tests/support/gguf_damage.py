@@ -104,7 +104,8 @@ def changed_keys(draw: Draw, parts: Parts) -> Parts:
     elif way == "rename":
         keys[index] = replace(keys[index], name=draw(st.sampled_from(TEXTS)))
     else:
-        arch = str(parts.value("general.architecture"), "utf-8", "replace")
+        named = [k.name.decode(errors="replace").split(".") for k in keys]
+        arch = next((n[0] for n in named if n[1:] == ["block_count"]), "general")
         keys.append(
             draw(st.sampled_from(NEW_KEYS).flatmap(lambda k: values(k.format(arch).encode())))
         )
