@@ -70,11 +70,13 @@ def test_what_is_sound_loads(sound: Path, server: LoadServer) -> None:
     assert server.load(sound)["status"] == "loaded"
 
 
+@pytest.mark.timeout(600)  # 10 s on a core of its own
 def test_damage(sound: Path, server: LoadServer) -> None:
     _try_damage(QUICK, sound, server)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)
 def test_new_damage(sound: Path, server: LoadServer) -> None:
     _try_damage(SLOW, sound, server)
 
