@@ -16,9 +16,8 @@ import threading
 import warnings
 import weakref
 
-from routeahead.errors import SettingsError
+from routeahead.errors import SettingsError, no_thread
 from routeahead.experts.cache import ExpertCache
-from routeahead.experts.lanes import no_thread
 from routeahead.experts.layout import MIB
 from routeahead.machine.memory import available_bytes, pressure
 

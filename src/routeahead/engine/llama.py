@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import warnings
@@ -11,6 +12,7 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
+from jinja2 import TemplateError
 
 from routeahead.config import Settings
 from routeahead.engine.keywords import signature, split
@@ -18,11 +20,12 @@ from routeahead.engine.policies import Policies
 from routeahead.engine.starved import Starved
 from routeahead.engine.streamed_model import NO_HOOKS, Hooks, Progress, StreamedModel
 from routeahead.engine.turns import TakingTurns
-from routeahead.errors import ModelError, SettingsError, StreamError, UseError
+from routeahead.errors import ModelError, RouteAheadError, SettingsError, StreamError, UseError
 from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp import native_abort, native_log
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.llamacpp.text import FileName, detokenize
 from routeahead.machine.cpus import default_threads
 from routeahead.machine.memory import available_bytes
 from routeahead.routing.policy import Policy
@@ -190,14 +193,15 @@ class Llama(TakingTurns):
             key = f"{self.layout.arch}.expert_used_count"
             overrides = llama.get("kv_overrides") or {}
             llama["kv_overrides"] = {**overrides, key: self.settings.n_expert_used}
-        path = str(self.layout.shards[0].path)
+        path = FileName(self.layout.shards[0].path)
         try:
             with native_log.errors() as reasons:
                 native_abort.guarded(lambda: super(Llama, self).__init__(path, **llama))
         except BaseException as error:
             if self.streamed:
                 self.streamed.abandon()
-            if not isinstance(error, (ValueError, RuntimeError)):
+            llamas = (ValueError, RuntimeError, AssertionError, TemplateError)
+            if isinstance(error, RouteAheadError) or not isinstance(error, llamas):
                 raise
             wanted = self.settings.n_expert_used or 0
             if isinstance(error, native_abort.NativeAbort) and wanted > self.layout.n_expert_used:
@@ -207,6 +211,8 @@ class Llama(TakingTurns):
                 ) from error
             reason = reasons[0] if reasons else error
             raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error
+        pieces = functools.partial(detokenize, self._model.vocab, self._model.token_bos())
+        self._model.detokenize = pieces  # type: ignore[method-assign]
         if self.streamed:
             this = weakref.proxy(self)  # what llama.cpp calls must not keep the model alive
             self.streamed.start(progress, lambda rows: this._unannounced(rows))  # noqa: PLW0108

@@ -17,9 +17,8 @@ from routeahead.config import Settings
 from routeahead.engine.budget import CacheBudget
 from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.stream import Stream
-from routeahead.errors import SettingsError
+from routeahead.errors import SettingsError, no_thread
 from routeahead.experts.arena import Arena
-from routeahead.experts.lanes import no_thread
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader, Throttled
 from routeahead.experts.source import ExpertSource, dense_runs, read_dense

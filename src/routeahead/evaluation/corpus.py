@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,7 @@ def open_vocabulary(path: Path) -> Iterator[Vocabulary]:
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise ModelError(f"{path}: llama.cpp cannot read its vocabulary")
     try:
@@ -169,8 +170,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         SettingsError: the file cannot be read, a line is malformed, or there is no line.
     """
-    lines = enumerate(read_text(path).splitlines(), start=1)
-    prompts = [_parse_prompt(line, f"{path}, line {number}") for number, line in lines if line]
+    # Not splitlines: JSON may have line separators of Unicode inside a text, unescaped.
+    lines = enumerate(read_text(path).split("\n"), start=1)
+    prompts = [
+        _parse_prompt(line, f"{path}, line {number}") for number, line in lines if line.strip()
+    ]
     if not prompts:
         raise SettingsError(f"{path}: no prompt in it")
     return prompts

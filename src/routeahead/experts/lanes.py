@@ -33,10 +33,10 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
-from routeahead.errors import ReadError, SettingsError
+from routeahead.errors import ReadError, no_thread
 from routeahead.experts.arena import Arena, Pages
 from routeahead.experts.layout import ExpertTensor
-from routeahead.experts.reader import Reader
+from routeahead.experts.reader import Reader, read_whole
 
 Kind = Literal["demand", "committed", "speculative"]
 
@@ -130,14 +130,6 @@ class ReadRecord(NamedTuple):
     shard: int
     offset: int
     nbytes: int
-
-
-def no_thread(what: str) -> SettingsError:
-    """The error to raise where the system refused to start a thread for `what`."""
-    return SettingsError(
-        f"cannot start a thread for {what}: no more are allowed; "
-        "raise the limit (ulimit -u, or pids.max of a container), or give fewer io_threads"
-    )
 
 
 class Lanes:
@@ -300,7 +292,7 @@ class Lanes:
         got, start = 0, time.perf_counter()
         try:
             self._arena.provide(inner, view)
-            got = self._reader.read(tensor.shard, offset, view, need)
+            got = read_whole(self._reader, tensor.shard, offset, view, need)
             self._bytes[lane] += got
             self._early_bytes[lane] += got if read.kind != "demand" else 0
             self._reads[lane] += 1

@@ -6,17 +6,28 @@ the disk.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import mmap
 import os
+import random
+import resource
 import threading
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
-from routeahead.errors import ReadError
+from routeahead.errors import ModelError, ReadError
 from routeahead.experts.layout import BLOCK, Shard
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # absent on macOS: reads are buffered there
+
+CHECK_EVERY = 64
+"""Reads of a file between two looks at whether it is still the same one."""
+
+_STRATA = 8  # parts of the model, in each of which one block is compared at a random place
+_SPARE_DESCRIPTORS = 64  # for everything else that a process has open
 
 
 class Reader(Protocol):
@@ -34,8 +45,42 @@ class Reader(Protocol):
     def close(self) -> None: ...
 
 
+def read_whole(reader: Reader, shard: int, offset: int, view: memoryview, need: int) -> int:
+    """`reader.read`, whose count is compared: whoever accepts bytes reads them through this.
+
+    Raises:
+        ReadError: the read failed, or brought fewer bytes than `need` or more than `view` holds.
+    """
+    got = reader.read(shard, offset, view, need)
+    if not need <= got <= len(view):
+        raise ReadError(
+            f"file {shard + 1} of the model: reading {need} bytes at offset {offset} "
+            f"brought {got}; nothing of them is used"
+        )
+    return got
+
+
+class _Identity(NamedTuple):
+    """What stays the same as long as nobody writes to a file or puts another in its place."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, place: os.stat_result) -> _Identity:
+        return cls(place.st_dev, place.st_ino, place.st_size, place.st_mtime_ns)
+
+
 class FileReader:
     """Reads with `preadv`, through O_DIRECT if the file system then gives the same bytes.
+
+    A file is opened when it is first read, because llama.cpp holds all files of a set open while
+    it loads: with one descriptor each, both fit where llama.cpp alone fits.
+
+    Hand-over between lanes: `_opening` guards the list of descriptors. An entry is written once,
+    before it is used, so a read takes the lock only where the file has not been opened yet.
 
     Attributes:
         direct: whether O_DIRECT is in use.
@@ -43,49 +88,75 @@ class FileReader:
     """
 
     def __init__(self, shards: Sequence[Shard], *, direct: bool = True) -> None:
+        """
+        Raises:
+            ModelError: a file cannot be opened, or changed since its directory was read.
+        """
+        _allow_descriptors(len(shards))
         self._shards = shards
-        self._descriptors = [os.open(s.path, os.O_RDONLY) for s in shards]
-        self.fallback = ""
-        self.direct = False
-        if direct:
-            self._try_direct()
-
-    def _try_direct(self) -> None:
-        """Uses O_DIRECT descriptors if every shard passes the check; else sets `fallback`."""
-        opened: list[int] = []
-        try:
-            for shard, buffered in zip(self._shards, self._descriptors, strict=True):
-                opened.append(os.open(shard.path, os.O_RDONLY | O_DIRECT) if O_DIRECT else -1)
-                self.fallback = self.fallback or _direct_fault(shard, opened[-1], buffered)
-        except OSError as error:
-            self.fallback = f"O_DIRECT refused: {error.strerror}"
-        if self.fallback:
-            _close_all(opened)
-            return
-        _close_all(self._descriptors)
-        self._descriptors, self.direct = opened, True
+        self._descriptors = [-1] * len(shards)
+        self._opening = threading.Lock()
+        self._identities = [_identity(shard) for shard in shards]
+        self._reads = [itertools.count() for _ in shards]  # `next` is atomic
+        self._changed: dict[int, str] = {}
+        self.fallback = _direct_fault(shards) if direct else ""
+        self.direct = direct and not self.fallback
 
     def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
         descriptor, got = self._descriptors[shard], 0
         try:
+            if descriptor < 0:
+                descriptor = self._open(shard)
+            if self._changed or next(self._reads[shard]) % CHECK_EVERY == 0:
+                self._check_unchanged(shard, descriptor, offset, need)
             while got < need:
                 count = os.preadv(descriptor, [view[got:] if got else view], offset + got)
-                if count == 0:
-                    raise self._error(
-                        shard, offset, need, f"the file ends {need - got} bytes early"
-                    )
+                end = got + count
                 # An O_DIRECT read may stop short inside a block; it can only go on at its start.
-                got = got + count if got + count >= need else (got + count) // BLOCK * BLOCK
+                if end < need and self.direct:
+                    end = end // BLOCK * BLOCK
+                if end <= got:  # no further: the file ends here, be it inside a block
+                    raise self._error(
+                        shard, offset, need, f"the file ends {need - got - count} bytes early"
+                    )
+                got = end
         except OSError as error:
             raise self._error(shard, offset, need, error.strerror or str(error)) from error
         return got
+
+    def _open(self, shard: int) -> int:
+        with self._opening:
+            if self._descriptors[shard] < 0:
+                flags = os.O_RDONLY | (O_DIRECT if self.direct else 0)
+                self._descriptors[shard] = _open(self._shards[shard], flags)
+            return self._descriptors[shard]
+
+    def _check_unchanged(self, shard: int, descriptor: int, offset: int, need: int) -> None:
+        """
+        Raises:
+            ReadError: the file was written to, cut or replaced; so will each later read.
+        """
+        if shard not in self._changed:
+            known = self._identities[shard]
+            with contextlib.suppress(FileNotFoundError):  # deleted: the open file is still whole
+                if _Identity.of(os.stat(self._shards[shard].path)) != known:
+                    self._changed[shard] = "the file changed while it was in use"
+            now = _Identity.of(os.fstat(descriptor))
+            if now.size < known.size:
+                self._changed[shard] = f"the file ends {known.size - now.size} bytes early"
+            elif now != known:
+                self._changed[shard] = "the file changed while it was in use"
+        if shard in self._changed:
+            raise self._error(shard, offset, need, f"{self._changed[shard]}; load the model again")
 
     def _error(self, shard: int, offset: int, need: int, why: str) -> ReadError:
         path = self._shards[shard].path
         return ReadError(f"{path}: reading {need} bytes at offset {offset} failed: {why}")
 
     def close(self) -> None:
-        _close_all(self._descriptors)
+        for descriptor in self._descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
         self._descriptors = []
 
 
@@ -114,18 +185,84 @@ class Throttled:
         self._inner.close()
 
 
-def _direct_fault(shard: Shard, direct: int, buffered: int) -> str:
-    """Reads one block in the middle of a file both ways; why O_DIRECT cannot be used, or ''."""
-    if direct < 0:
+def _identity(shard: Shard) -> _Identity:
+    try:
+        identity = _Identity.of(os.stat(shard.path))
+    except OSError as error:
+        raise ModelError(f"{shard.path}: cannot open it: {error.strerror}") from None
+    if identity.size != shard.size:
+        raise ModelError(f"{shard.path}: changed while the model was loaded; load it again")
+    return identity
+
+
+def _allow_descriptors(count: int) -> None:
+    """Raises this process's limit of open files as far as it may, for llama.cpp's `count` files
+    beside ours: it opens all files of a set to load them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * count + _SPARE_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if wanted > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _open(shard: Shard, flags: int) -> int:
+    """
+    Raises:
+        ModelError: too many files are open.
+        OSError: any other reason.
+    """
+    try:
+        return os.open(shard.path, flags)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    raise ModelError(
+        f"{shard.path}: cannot open it: this process has {limit} files open and may have no more; "
+        f"raise the limit (ulimit -n {2 * limit}) or join the shards"
+    )
+
+
+def _direct_fault(shards: Sequence[Shard]) -> str:
+    """Compares blocks of every file, read both ways; the reason to mistrust O_DIRECT, or ''.
+
+    Raises:
+        ModelError: a file cannot be opened.
+    """
+    if not O_DIRECT:
         return "this system has no O_DIRECT"
-    offset = shard.size // 2 // BLOCK * BLOCK
+    for shard, offsets in _sample(shards):
+        try:
+            with _opened(shard, O_DIRECT) as direct, _opened(shard, 0) as buffered:
+                if not all(_same(direct, buffered, offset) for offset in offsets):
+                    return f"{shard.path} reads differently through O_DIRECT"
+        except OSError as error:
+            return f"O_DIRECT refused: {error.strerror}"
+    return ""
+
+
+def _sample(shards: Sequence[Shard]) -> Iterator[tuple[Shard, list[int]]]:
+    """Offsets of blocks to compare: both ends of each file, and random ones between them, other
+    ones at each start, spread so that no large part of the model is left out."""
+    strata = -(-_STRATA // len(shards))
+    for shard in shards:
+        blocks = -(-shard.size // BLOCK)
+        bounds = [blocks * part // strata for part in range(strata + 1)]
+        inner = [random.randrange(a, b) for a, b in itertools.pairwise(bounds) if b > a]
+        yield shard, [block * BLOCK for block in {0, *inner, max(0, blocks - 1)}]
+
+
+def _same(direct: int, buffered: int, offset: int) -> bool:
     with mmap.mmap(-1, BLOCK) as page, memoryview(page) as view:
         count = os.preadv(direct, [view], offset)
-        same = bytes(view[:count]) == os.pread(buffered, BLOCK, offset)
-    return "" if same else f"{shard.path} reads differently through O_DIRECT"
+        return bytes(view[:count]) == os.pread(buffered, BLOCK, offset)
 
 
-def _close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        if descriptor >= 0:
-            os.close(descriptor)
+@contextlib.contextmanager
+def _opened(shard: Shard, flags: int) -> Iterator[int]:
+    descriptor = _open(shard, os.O_RDONLY | flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from routeahead.errors import no_thread
 from routeahead.experts.arena import Arena
 from routeahead.experts.cache import ExpertCache
 from routeahead.experts.guesses import Guess, Guesses
 from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
 from routeahead.experts.layout import ExpertTensor, ModelLayout, TensorInfo
-from routeahead.experts.reader import Reader
+from routeahead.experts.reader import Reader, read_whole
 
 _DENSE_PIECE = 8 << 20  # bytes a read of dense weights
 
@@ -337,6 +338,7 @@ def read_dense(
 
     Raises:
         ReadError: a read failed.
+        SettingsError: the system refused to start a thread.
     """
     pieces = [
         (shard, at, min(at + _DENSE_PIECE, end))
@@ -348,11 +350,15 @@ def read_dense(
     def read(piece: tuple[int, int, int]) -> int:
         shard, start, end = piece
         offset, _ = arena.blocks(shard, start, end)
-        reader.read(shard, offset, arena.expose(shard, start, end), end - offset)
+        read_whole(reader, shard, offset, arena.expose(shard, start, end), end - offset)
         return end - start
 
     with ThreadPoolExecutor(threads, thread_name_prefix="dense") as pool:
-        for nbytes in pool.map(read, pieces):
+        try:
+            results = pool.map(read, pieces)  # starts the threads
+        except RuntimeError:
+            raise no_thread("reading the dense weights") from None
+        for nbytes in results:
             done += nbytes
             if progress:
                 progress(done, total)

@@ -8,6 +8,7 @@ is for what is not.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import os
 import sys
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from routeahead.errors import no_thread
 from routeahead.llamacpp import ggml
 
 T = TypeVar("T")
@@ -34,13 +36,16 @@ def guarded(call: Callable[[], T]) -> T:
 
     Raises:
         NativeAbort: an assertion failed in it. The thread and its memory stay behind.
+        SettingsError: the system refused to start the thread.
         BaseException: whatever `call` raised.
     """
     outcome: list[T] = []
     errors: list[BaseException] = []
     ended = threading.Event()
+    idents: list[int] = []
 
     def run() -> None:
+        idents.append(_thread.get_ident())
         try:
             outcome.append(call())
         except BaseException as error:
@@ -48,18 +53,20 @@ def guarded(call: Callable[[], T]) -> T:
         ended.set()
 
     def aborted(message: bytes) -> None:
-        if threading.get_ident() == thread.ident:
+        if _thread.get_ident() in idents:
             errors.append(NativeAbort(_reason(message)))
             ended.set()
             threading.Event().wait()  # for ever: to return would end the process
         print(message.decode(errors="replace"), file=sys.stderr, flush=True)  # another model's
 
-    thread = threading.Thread(target=run, name="guarded", daemon=True)
     callback = _Callback(aborted)
     set_callback = ggml.library().ggml_set_abort_callback
     before = set_callback(ctypes.cast(callback, ctypes.c_void_p))
     try:
-        thread.start()
+        try:
+            _thread.start_new_thread(run, ())  # `Thread.start` waits, and a signal would end that
+        except RuntimeError:
+            raise no_thread("loading the model") from None
         _wait(ended)
     finally:
         set_callback(before)

@@ -38,6 +38,7 @@ from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
+from routeahead.errors import SettingsError
 from routeahead.llamacpp import ggml
 
 # Words of the state that the filter and Python share. One thread runs both, in turn.
@@ -143,7 +144,12 @@ def compiled() -> Any:
     """The filter as a numba cfunc `bool (ggml_tensor *, bool ask, int64 *state)`.
 
     Its machine code is kept on disk by numba, as a start takes half a second less with it.
+
+    Raises:
+        SettingsError: numba was told not to compile.
     """
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        raise SettingsError("NUMBA_DISABLE_JIT is set, but streaming needs numba: unset it")
     try:
         return _compile(_frozen(), cached=True)
     except Exception:  # no folder that can be written, a full disk, a damaged file

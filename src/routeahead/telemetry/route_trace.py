@@ -8,6 +8,7 @@ ignored. Lines are in the order in which the graph routed them.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -120,12 +121,13 @@ class RouteTrace:
         return tokens
 
 
-def read_trace(path: Path) -> RouteTrace:
-    """Reads a CSV or Parquet trace.
+def read_trace(path: str | os.PathLike[str]) -> RouteTrace:
+    """Reads a CSV or Parquet trace; a CSV that ends inside a row up to there, with a warning.
 
     Raises:
         TraceError: the file is missing or malformed.
     """
+    path = Path(path)
     try:
         contents = read_table(path, dict.fromkeys(COLUMNS, "int64"))
         facts = _expert_bytes(contents)

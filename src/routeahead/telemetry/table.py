@@ -13,11 +13,12 @@ of it. A Parquet file can be read only after `close`.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,24 +59,32 @@ def open_table(path: Path, columns: Columns, facts: Mapping[str, Any]) -> Table:
 
 
 class _Named:
-    """A table whose errors name the file: a disk may be full after hours."""
+    """A table whose errors name the file: a disk may be full after hours. That is said once; what
+    comes after it is dropped."""
 
     def __init__(self, path: Path, table: Table) -> None:
         self._path, self._table = path, table
+        self._broken = False
 
     def add(self, columns: Sequence[Sequence[Any]]) -> None:
-        with self._naming():
-            self._table.add(columns)
+        if not self._broken:
+            with self._naming():
+                self._table.add(columns)
 
     def close(self) -> None:
-        with self._naming():
-            self._table.close()
+        if self._broken:
+            with contextlib.suppress(OSError):  # it would try to write what is left
+                self._table.close()
+        else:
+            with self._naming():
+                self._table.close()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
+            self._broken = True
             reason = error.strerror or error
             raise SettingsError(f"{self._path}: cannot be written: {reason}") from None
 
@@ -192,7 +201,7 @@ def read_arrow(path: Path) -> tuple[Any, Any]:
         table = parquet.read_table(path)
         return table, _parquet_facts(table.schema)
     # Older ones have comments, at the end too.
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = _whole_lines(path).splitlines(keepends=True)
     head = [line[1:].decode().strip() for line in lines if line.startswith(b"#")]
     content = py_buffer(b"".join(line for line in lines if not line.startswith(b"#")))
     options = arrow_csv.ConvertOptions(null_values=["", "nan"])
@@ -206,13 +215,13 @@ def read_arrow(path: Path) -> tuple[Any, Any]:
 def _read_csv(path: Path, columns: Columns) -> Contents:
     from pyarrow import csv as arrow_csv
 
-    with path.open("rb") as file:
+    with io.BytesIO(_whole_lines(path)) as file:
         head = []
         while (line := file.readline().decode().rstrip("\r\n")).startswith("#"):
             head.append(line[1:].strip())
         names = line.split(",")
         _require(columns, names)
-        if not file.peek(1):
+        if not file.getbuffer()[file.tell() :].nbytes:
             return Contents(
                 {name: np.empty(0, _numpy_type(columns[name])) for name in columns}, head
             )
@@ -228,6 +237,16 @@ def _read_csv(path: Path, columns: Columns) -> Contents:
             ),
         )
     return Contents(_values(table, columns), head, _csv_facts(table) if FACTS in names else None)
+
+
+def _whole_lines(path: Path) -> bytes:
+    """A file up to its last line that has an end: the run that wrote it may have been cut short."""
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if not end or end == len(content):
+        return content
+    warnings.warn(f"{path}: ends inside a line; what comes before it is used", stacklevel=2)
+    return content[:end]
 
 
 def _csv_facts(table: Any) -> Any:
