@@ -25,8 +25,8 @@ from typing import Any
 # llama.cpp has to load without them.
 import llama_cpp
 
+from routeahead.cli.open_model import DEFAULT_CONTEXT
 from routeahead.cli.options import forced_tokens
-from routeahead.cli.run import DEFAULT_CONTEXT
 from routeahead.machine.cpus import default_threads
 from routeahead.telemetry.counters import cpu_s, peak_rss_bytes
 

@@ -12,8 +12,10 @@ class Swap(Policy):
     def routed(self, routing: Routing) -> None:
         if routing.phase != "decode" or routing.resident(int(routing.ids[0, -1])):
             return
-        chosen = routing.ids[0].tolist()
-        for expert in (-routing.scores()[0]).argsort().tolist():
+        chosen, scores = routing.ids[0].tolist(), routing.scores()
+        if scores is None:  # a table gives each token its experts
+            return
+        for expert in (-scores[0]).argsort().tolist():
             if expert not in chosen and routing.resident(expert):
                 routing.choose([*chosen[:-1], expert], row=0)
                 self.swapped += 1

@@ -156,5 +156,5 @@ def test_a_signal_at_some_moment(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_signal_at_any_moment(tmp_path: Path) -> None:
-    for seed in range(100, 400):
+    for seed in range(100, 200):
         strike(seed, tmp_path, 5.0)

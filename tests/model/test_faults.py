@@ -366,3 +366,26 @@ def test_llama_cpp_failure_is_one_error(tmp_path: Path, library: Library) -> Non
     broken.write_bytes(content.replace(b"blk.2.attn_q.weight", b"blk.2.attn_z.weight"))
     with pytest.raises(ModelError, match=r"llama\.cpp cannot load it: .*attn_q\.weight"):
         Llama(broken, n_ctx=64)
+
+
+def test_interrupt_before_anything_is_recovered(
+    load: Load, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C at once: what a failed batch left behind is removed before the next one, and
+    its logits are nobody's."""
+    wrap, made = failing(disk_error, 2)
+    llm = load(NAME, cache_mb=64, wrap_reader=wrap)
+    prompt, token = PROMPTS[0][0], PROMPTS[0][1]
+    first = next(llm.generate(prompt, temp=0))
+    made[0].armed = True
+
+    def interrupted(_: Llama) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Llama, "_undo", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.eval(PROMPTS[1][0] + token)
+    monkeypatch.undo()
+    made[0].armed = False
+    assert next(llm.generate(prompt, temp=0)) == first
+    assert_recovers(llm, library)

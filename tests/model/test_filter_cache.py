@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numba
@@ -40,6 +41,18 @@ def test_every_constant_is_a_part_of_the_key(monkeypatch: pytest.MonkeyPatch) ->
             changed.setattr(module, name, getattr(module, name) + 1)
             seen.add(node_filter._frozen())
     assert len(seen) == 1 + len(constants)
+
+
+def test_every_file_that_may_be_compiled_is_a_part_of_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = node_filter._frozen()
+    folder = Path(shutil.copytree(Path(node_filter.__file__).parent, tmp_path / "llamacpp"))
+    monkeypatch.setattr(node_filter, "__file__", str(folder / "node_filter.py"))
+    assert node_filter._frozen() == before
+    with (folder / "ggml.py").open("a") as file:
+        file.write("# changed")
+    assert node_filter._frozen() != before
 
 
 def test_code_on_disk_is_used_unless_ggml_differs(

@@ -82,19 +82,23 @@ def test_sampling_with_a_processor_leaves_no_cycle(library: Library, no_collecto
 RELOADS = """
 import sys
 from routeahead import Llama
-budgets = []
+budgets, closed = [], []
 for _ in range(10):
     llm = Llama(sys.argv[1], n_ctx=64, n_threads=1)
     llm.eval(list(range(3, 60)))
     budgets.append(llm.source.cache.budget)
+    if sys.argv[2] == "close":
+        llm.close()
+        closed.append(llm)
     del llm
 print(*budgets)
 """
 
 
-def test_the_tenth_load_finds_the_memory_of_the_first(large: Path) -> None:
+@pytest.mark.parametrize("how", ["close", "del"])
+def test_the_tenth_load_finds_the_memory_of_the_first(large: Path, how: str) -> None:
     """Under a limit that has room for three such caches beside what is kept free."""
-    done = limited(700, [sys.executable, "-c", RELOADS, str(large)])
+    done = limited(700, [sys.executable, "-c", RELOADS, str(large), how])
     assert done.returncode == 0, done.stderr
     budgets = [int(text) for text in done.stdout.split()]
     assert len(budgets) == 10 and budgets[-1] >= 0.9 * budgets[0]

@@ -18,6 +18,7 @@ from support.processes import limited, memory_limit
 from routeahead import Llama, SettingsError
 from routeahead.engine import budget
 from routeahead.experts.layout import MIB
+from routeahead.machine.cgroup import own_hierarchy, read_counts
 
 Load = Callable[..., Llama]
 NAME = "qwen3moe"
@@ -191,14 +192,19 @@ time.sleep(1)
 def test_another_process_eats_the_memory(large: Path) -> None:
     """Under a limit that has no room for both: nobody is killed, and every token is the same."""
     tests = str(Path(__file__).parents[1])
-    with memory_limit(1024) as group:
+    with memory_limit(640) as group:
         pipes = {"stdout": subprocess.PIPE, "text": True}
         command = group.wrap([sys.executable, "-c", USER, str(large), tests])
         with subprocess.Popen(command, **pipes) as user:
             assert user.stdout and user.stdout.readline() == "ready\n"
-            # The cache's memory and half of it more is what is too much.
-            held = psutil.Process(user.pid).memory_info().rss >> 20
-            eat = 1024 - held + 40
+            # More than there is, by a third of what the cache holds.
+            hierarchy = own_hierarchy()
+            assert hierarchy
+            files = hierarchy.files
+            counts = read_counts(group.folder / "memory.stat")
+            held = int((group.folder / files.usage).read_text())
+            held = held - sum(counts[key] for key in files.cache) >> 20
+            eat = 640 - held + 20
             eaten = subprocess.run(
                 group.wrap([sys.executable, "-c", EATER, str(eat)]), check=False, timeout=100
             )

@@ -114,7 +114,7 @@ def write(path: Path, spec: Spec, *, shards: int = 1) -> Path:
     for key, value in _metadata(spec).items():
         add: Any = adders.get(type(value), writer.add_array)
         add(f"{spec.arch}.{key}", value)
-    _add_vocabulary(writer)
+    add_vocabulary(writer)
     for name, quant, data in tensors:
         writer.add_tensor(name, data, raw_dtype=QuantType[quant])
     files = writer.format_shard_names(path)
@@ -193,7 +193,7 @@ def _gemma4_metadata(spec: Spec) -> dict[str, Any]:
     }
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter) -> None:
     kinds = gguf.TokenType
     writer.add_tokenizer_model("llama")
     writer.add_token_list(VOCABULARY)

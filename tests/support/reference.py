@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ class Resident:
     """A model loaded whole, evaluated batch by batch."""
 
     def __init__(
-        self, path: Path, *, n_ctx: int = 256, threads: int = 2, callback: Any = None
+        self,
+        path: Path,
+        *,
+        n_ctx: int = 256,
+        threads: int = 2,
+        callback: Any = None,
+        adapter: Path | None = None,
+        embeddings: bool = False,
     ) -> None:
         C.llama_backend_init()
         model_params = C.llama_model_default_params()
@@ -30,10 +38,18 @@ class Resident:
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = C.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.op_offload = False
+        params.embeddings = embeddings
         if callback:
             params.cb_eval = callback
         self._context = C.llama_init_from_model(self._model, params)
+        if adapter:
+            loaded = C.llama_adapter_lora_init(self._model, str(adapter).encode())
+            adapters = (C.llama_adapter_lora_p_ctypes * 1)(loaded)
+            assert loaded and not C.llama_set_adapters_lora(
+                self._context, adapters, 1, (ctypes.c_float * 1)(1.0)
+            )
         self._memory = C.llama_get_memory(self._context)
+        self.has_memory = bool(self._memory)
         self.n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(self._model))
 
     def evaluate(self, batches: Sequence[Sequence[int]], *, keep: bool = False) -> Logits:
@@ -48,6 +64,22 @@ class Resident:
             pointer = C.llama_get_logits_ith(self._context, -1)
             rows.append(np.ctypeslib.as_array(pointer, shape=(self.n_vocab,)).copy())
         return np.stack(rows)
+
+    def embed(self, tokens: Sequence[int]) -> Logits:
+        """Embeddings of a text, (1, width), or (tokens, width) of a model that does not pool."""
+        batch = C.llama_batch_init(len(tokens), 0, 1)
+        for index, token in enumerate(tokens):
+            batch.token[index], batch.pos[index] = token, index
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
+            batch.logits[index] = True
+        batch.n_tokens = len(tokens)
+        assert C.llama_decode(self._context, batch) == 0
+        C.llama_batch_free(batch)
+        width = C.llama_model_n_embd(self._model)
+        pooled = C.llama_get_embeddings_seq(self._context, 0)
+        pointer = pooled or C.llama_get_embeddings(self._context)
+        shape = (1 if pooled else len(tokens), width)
+        return np.ctypeslib.as_array(pointer, shape=shape).copy()
 
     def close(self) -> None:
         C.llama_free(self._context)

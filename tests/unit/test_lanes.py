@@ -195,3 +195,17 @@ def test_a_lane_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match=r"thread for lane 3 of 4: .*fewer io_threads"):
         Lanes(4, Instant(), Arena([Shard(Path("none"), BLOCK)]))
     assert not any(thread.name.startswith("lane-") for thread in threading.enumerate())
+
+
+def test_close_ends_a_lane_that_was_started_twice() -> None:
+    """An interrupt inside of `Thread.start` leaves a thread that does not look alive yet."""
+    lanes = Lanes(2, Instant(), Arena([Shard(Path("none"), BLOCK)]))
+    first = lanes._threads[0]
+    lanes._threads[0] = None  # as if it had not begun
+    lanes.drain()
+    queued, ticket = reads(1, 1, 2, 3, 4)
+    lanes.submit(queued)
+    assert call_with_limit(ticket.wait) and not ticket.error
+    assert call_with_limit(lanes.close) and first
+    first.join(5)
+    assert not first.is_alive()

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from routeahead.cli.terminal import Column, size, tables, visible
+from routeahead.cli.terminal import Column, size, tables, visible, without_controls
 from routeahead.experts.layout import MIB
 
 
@@ -48,8 +48,10 @@ def test_what_is_not_printable_is_spelt_out(text: str, shown: str) -> None:
     assert visible(text) == shown
 
 
-def test_line_breaks_may_be_kept() -> None:
-    assert visible("a\n\tb\r", keep="\n\t") == "a\n\tb\\r"
+def test_what_a_model_writes_keeps_all_but_controls() -> None:
+    assert without_controls("a\n\tb\r\x1b[2J\x9b") == "a\n\tb\\x0d\\x1b[2J\\x9b"
+    spaced = "n\u00b0\u202f1 \U0001f469\u200d\U0001f52c\u00a0!"
+    assert without_controls(spaced) == spaced
 
 
 def test_small_sizes_are_no_zero() -> None:

@@ -12,12 +12,14 @@ import typer
 from typer.core import TyperGroup
 
 from routeahead.cli import terminal
-from routeahead.cli.collector import no_collection
+from routeahead.cli.collector import no_collection, no_collection_at_exit
 from routeahead.errors import RouteAheadError
 
 # Verb → its module here and the function in it.
 _VERBS = {
     "run": ("run", "run"),
+    "chat": ("chat", "chat"),
+    "serve": ("serve", "serve"),
     "inspect": ("inspect", "inspect"),
     "bench": ("bench", "bench"),
     "eval": ("eval", "evaluate"),
@@ -118,6 +120,7 @@ def run_command() -> NoReturn:
     signal.
     """
     terminal.use_utf8()
+    no_collection_at_exit()
     warnings.showwarning = _show_warning
     sys.unraisablehook = _quiet_interrupt
     signals = _Signals()

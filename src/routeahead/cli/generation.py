@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
-from llama_cpp.llama_grammar import LlamaGrammar
+from llama_cpp.llama_grammar import LlamaGrammar, json_schema_to_gbnf
 
 from routeahead.cli import report as reports
 from routeahead.engine.llama import Llama
@@ -34,6 +34,7 @@ class Generation:
         text: what was generated so far.
         decode_steps: what was counted for each decoded token.
         interrupted: whether it was stopped from outside.
+        seed: as it was given.
         first_token_s, total_s: from the start of the prompt's evaluation.
     """
 
@@ -46,6 +47,7 @@ class Generation:
         forced: list[int] | None = None,
         stop: Sequence[str] = (),
         sampling: dict[str, Any],
+        seed: int = 0,
     ) -> None:
         """With `forced` tokens, each is evaluated as if it had been sampled.
 
@@ -53,6 +55,7 @@ class Generation:
             n: tokens at most.
             stop: texts before which the generation ends.
             sampling: arguments of `Llama.generate`.
+            seed: for the report; the model has it already.
 
         Raises:
             SettingsError: there is no prompt, or no room for it.
@@ -64,7 +67,7 @@ class Generation:
         if not self.prompt_tokens:
             raise SettingsError("the prompt has no tokens: give another")
         room = llm.room - len(self.prompt_tokens)
-        self._limit = min(n, room)
+        self._limit, self.seed = min(n, room), seed
         self._wanted = n
         if forced and self._limit < 1:
             raise SettingsError(f"the prompt leaves no room in a context of {llm.room}: raise -c")
@@ -143,7 +146,7 @@ class Generation:
         settings = {"n_ctx": llm.n_ctx(), "threads": llm.n_threads, "stop": list(self._stop)}
         sampling = {name: value for name, value in self._sampling.items() if name != "grammar"}
         return {
-            "settings": llm.settings.as_dict() | settings | sampling | {"seed": llm._seed},
+            "settings": llm.settings.as_dict() | settings | sampling | {"seed": self.seed},
             "model": reports.model(llm),
             "prompt_tokens": len(self.prompt_tokens),
             "tokens": self.tokens,
@@ -180,20 +183,15 @@ def read_grammar(llm: Llama, grammar: Path | None, schema: Path | None) -> Any:
         raise SettingsError("give --grammar or --json-schema, not both")
     try:
         text = path.read_text(encoding="utf-8-sig")
-        made = (
-            LlamaGrammar.from_string(text, verbose=False)
-            if grammar
-            else LlamaGrammar.from_json_schema(json.dumps(json.loads(text)), verbose=False)
-        )
+        rules: str = text if grammar else json_schema_to_gbnf(json.dumps(json.loads(text)))
     except Exception as error:  # of the disk, of JSON, of the schema's translation
         raise SettingsError(f"{path}: cannot be used: {error}") from None
     with native_log.errors() as logged, native_log.printed() as printed:
         vocabulary = llama_cpp.llama_model_get_vocab(llm.model)
-        source, root = made._grammar.encode(), made._root.encode()
-        sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, source, root)
+        sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, rules.encode(), b"root")
     if not sampler:  # llama-cpp-python would use it all the same, and crash
         reasons = [line for line in (*printed, *logged) if line]
         why = f": {reasons[0]}" if reasons else ""
         raise SettingsError(f"{path}: llama.cpp does not understand this grammar{why}")
     llama_cpp.llama_sampler_free(sampler)
-    return made
+    return LlamaGrammar.from_string(rules, verbose=False)

@@ -27,7 +27,7 @@ def inspect(
     routeahead inspect model-00001-of-00004.gguf --json
     """
     path = options.model_path(model)
-    layout, free = read_layout(path), available_bytes()
+    layout, free = read_layout(path).loaded(), available_bytes()
     if not layout.experts:
         raise ModelError(
             f"{path}: has no experts ({layout.arch}): nothing to stream; "
@@ -69,7 +69,7 @@ def facts(layout: ModelLayout, free: int) -> list[tuple[str, str]]:
         ("model", f"{layout.shards[0].path} ({layout.arch}, {len(layout.shards)} file(s))"),
         ("file", size(layout.file_bytes)),
         ("MoE layers", f"{len(sizes)}: {_ranges(layout.moe_layers)}"),
-        ("experts", f"{layout.n_expert} a layer, top-{layout.n_expert_used}"),
+        ("experts", f"{layout.n_expert} a layer, top-{_top_k(layout)}"),
         ("an expert", " or ".join(size(n) for n in sorted(set(sizes.values())))),
         *_quantisation(layout),
         ("experts, all", size(layout.expert_bytes)),
@@ -107,6 +107,11 @@ def _fit(layout: ModelLayout, free: int) -> str:
     if left > 0:
         return "dense weights, but no useful cache: run with --cache-mb 0"
     return "not even the dense weights: --dense mmap may still run, slowly"
+
+
+def _top_k(layout: ModelLayout) -> str:
+    numbers = sorted(set(map(layout.top_k, layout.moe_layers)))
+    return " or ".join(map(str, numbers))
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -190,6 +190,11 @@ def announce(given: Path | None) -> None:
         note("no model given: this is the built-in one, small, to try things out")
 
 
+def tokens_file(text: str) -> Path | None:
+    """The file of `--forced-tokens`; None if the tokens come from elsewhere."""
+    return Path(text) if text and not text.startswith("seed:") else None
+
+
 def forced_tokens(text: str, count: int, n_vocab: int) -> list[int]:
     """At most `count` token ids: from a file (integers between white space), or random.
 

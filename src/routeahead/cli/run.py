@@ -11,19 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from routeahead.cli import options, terminal
-from routeahead.cli.collector import no_collection
 from routeahead.cli.generation import Generation, read_grammar
+from routeahead.cli.open_model import open_model
 from routeahead.cli.options import SAMPLING
 from routeahead.cli.prompt import STDIN, read_prompt, tokens
 from routeahead.engine.llama import Llama
 from routeahead.errors import SettingsError
-from routeahead.experts.layout import MIB, shard_paths
-from routeahead.llamacpp import node_filter
+from routeahead.experts.layout import shard_paths
 from routeahead.telemetry.json_file import write_json
 from routeahead.telemetry.output_files import check_apart, check_writable
-from routeahead.telemetry.recorder import NOTHING, Outputs
+from routeahead.telemetry.recorder import Outputs
 
-DEFAULT_CONTEXT = 4096
 # llama.cpp takes the seed 2**32 - 1 for "none".
 SEEDS = (1 << 32) - 1
 
@@ -127,7 +125,7 @@ def run(
     path = options.model_path(model)
     inputs = {
         "the prompt": None if prompt_file == STDIN else prompt_file,
-        "the forced tokens": None if forced_tokens.startswith("seed:") else Path(forced_tokens),
+        "the forced tokens": options.tokens_file(forced_tokens),
         "the recorded routing": settings["replay_routing"],
         "the grammar": grammar,
         "the schema": json_schema,
@@ -146,7 +144,7 @@ def run(
         raise SettingsError("the prompt is empty: give one with -p or --prompt-file, or pipe it in")
     seed = secrets.randbelow(SEEDS) if seed is None else seed
     with terminal.progress() as say:
-        llm = load(path, settings, say, context=context, threads=threads, outputs=outputs)
+        llm = open_model(path, settings, say, context=context, threads=threads, outputs=outputs)
     try:
         llm.set_seed(seed)
         forced = options.forced_tokens(forced_tokens, n, llm.n_vocab()) if forced_tokens else None
@@ -158,6 +156,7 @@ def run(
             forced=forced,
             stop=[one for one in stop or () if one],
             sampling=sampling,
+            seed=seed,
         )
         _print(generation, llm, report, lambda: options.announce(model))
         if generation.cut_short and not generation.interrupted:
@@ -209,43 +208,6 @@ def _print(
             write_json(report, generation.as_dict())
 
 
-def load(
-    model: Path,
-    settings: dict[str, Any],
-    say: Callable[[Callable[[], str]], None],
-    *,
-    context: int | None = None,
-    threads: int | None = None,
-    outputs: Outputs = NOTHING,
-) -> Llama:
-    """Loads a model, and says meanwhile what it does."""
-    if not settings["resident"]:
-        say(lambda: "compiling the node filter, or loading what was compiled")
-        with no_collection():
-            node_filter.compiled()
-    say(lambda: "loading the model")
-
-    def loaded(done: int, total: int) -> None:
-        say(lambda: f"loading: {done // MIB:,} of {total // MIB:,} MiB of dense weights")
-
-    llm = Llama(
-        model,
-        n_ctx=context or DEFAULT_CONTEXT,
-        cap_context=context is None,
-        n_threads=threads,
-        outputs=outputs,
-        progress=loaded,
-        **settings,
-    )
-    trained = int(llm.layout.value("context_length") or 0)
-    if context and trained and context > trained:
-        terminal.note(
-            f"-c {context} is more than the {trained} tokens that the model was trained on: "
-            "what is beyond may make no sense"
-        )
-    return llm
-
-
 def _pieces(generation: Generation, llm: Llama) -> Iterator[str]:
     """The pieces of the text; until the first, says how much of the prompt was read."""
     pieces, total = iter(generation), len(generation.prompt_tokens)
@@ -265,4 +227,4 @@ def _pieces(generation: Generation, llm: Llama) -> Iterator[str]:
 
 def _shown(piece: str) -> str:
     """A terminal shows control characters that a model wrote; a file gets them as they are."""
-    return terminal.visible(piece, keep="\n\t") if sys.stdout.isatty() else piece
+    return terminal.without_controls(piece) if sys.stdout.isatty() else piece

@@ -21,8 +21,8 @@ _FILE_WIDTH = 160
 _GAP = 2  # blanks between two columns
 
 
-def visible(text: object, keep: str = "") -> str:
-    """`text` with what is not printable spelt out, such as `\\x1b`, but for the characters `keep`.
+def visible(text: object) -> str:
+    """`text` in one line, with what is not printable spelt out, such as `\\x1b`.
 
     For whatever comes from a file or from the command line: an escape sequence would otherwise
     reach the terminal.
@@ -31,9 +31,19 @@ def visible(text: object, keep: str = "") -> str:
     if shown.isprintable():
         return shown
     return "".join(
-        one if one.isprintable() or one in keep else one.encode("unicode_escape").decode()
-        for one in shown
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in shown
     )
+
+
+_CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}
+
+
+def without_controls(text: str) -> str:
+    """`text` with control characters spelt out, but for line breaks and tabs: what a model writes
+    may have several lines and any other character."""
+    return text.translate(_CONTROLS)
 
 
 def use_utf8() -> None:

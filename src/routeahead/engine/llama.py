@@ -105,7 +105,7 @@ class Llama(TakingTurns):
         self._read_until: tuple[float, int, int] | None = None  # lanes' totals after a batch
         self._starved = Starved()
         self.phase: Phase | None = None
-        self._evaluating = False
+        self._evaluating = self._void = False
         trained = self.layout.value("context_length")
         if cap_context and trained:
             llama["n_ctx"] = min(llama.get("n_ctx") or int(trained), int(trained))
@@ -182,6 +182,11 @@ class Llama(TakingTurns):
         llama.setdefault("op_offload", False)
         llama["use_mmap"] = False
         if self.settings.n_expert_used:
+            if isinstance(self.layout.value("expert_used_count"), list):
+                raise SettingsError(
+                    "n_expert_used: this model has a number of its own for each layer, which "
+                    "llama.cpp does not replace: leave n_expert_used out"
+                )
             key = f"{self.layout.arch}.expert_used_count"
             overrides = llama.get("kv_overrides") or {}
             llama["kv_overrides"] = {**overrides, key: self.settings.n_expert_used}
@@ -232,6 +237,8 @@ class Llama(TakingTurns):
                 f"the prompt has {len(tokens)} tokens and the context {self.room}: "
                 "shorten the prompt or raise n_ctx (-c)"
             )
+        if self._void:
+            self._undo()
         inner = super()._generate(tokens, *args, **kwargs)
         sent: Sequence[int] | None = None
         phase: Phase = "prefill"
@@ -252,7 +259,15 @@ class Llama(TakingTurns):
 
         Raises:
             ReadError: an expert's bytes did not arrive. The failed batch left no trace.
+            ModelError: the model keeps nothing of a token for the next one (encoders, diffusion).
         """
+        if self._ctx.memory is None:
+            raise ModelError(
+                f"{self.layout.shards[0].path}: {self.layout.arch} has no KV cache, so it cannot "
+                "generate text token by token: use Llama(..., embedding=True).embed(text)"
+            )
+        if self._void:
+            self._undo()
         outer = self.phase
         self.phase = outer or _phase(len(tokens), self.n_tokens)
         try:
@@ -318,6 +333,12 @@ class Llama(TakingTurns):
         phase, streamed, before = self.phase or "prefill", self.streamed, self._reading()
         if self._read_until:  # a guess may have been read since the last batch: it counts here
             before.io_s, before.bytes_read, before.reads = self._read_until
+        if self._void and streamed:  # not by way of `eval`
+            streamed.callback.forget()
+            streamed.stream.recover()
+        # A second interrupt may cut `_undo` short, or arrive before its first line: then it is done
+        # before anything else is evaluated, and until then no logits count.
+        self._void = self._requires_eval = True
         try:
             if streamed:
                 streamed.adjust()
@@ -327,6 +348,7 @@ class Llama(TakingTurns):
             if streamed:
                 streamed.callback.check()
                 streamed.stream.end()
+            self._void = False
         except BaseException:
             self._undo()
             raise
@@ -342,14 +364,16 @@ class Llama(TakingTurns):
 
     def _undo(self) -> None:
         """After a failed batch: back to the state before it."""
-        self._requires_eval = True
-        if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
+        if self._ctx.memory is None:
+            self.n_tokens = 0
+        elif not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
             # Recurrent state cannot be cut: start over.
             self._ctx.kv_cache_clear()  # type: ignore[no-untyped-call]
             self.n_tokens = 0
         if self.streamed:
             self.streamed.callback.forget()
             self.streamed.stream.recover()
+        self._void = False
 
     def _reading(self) -> Totals:
         """The running totals of everything that a step adds to."""

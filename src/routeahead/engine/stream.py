@@ -33,7 +33,7 @@ class Stream:
         *,
         n_expert: int,
         overlap: bool,
-        scores: Callable[[], Floats],
+        scores: Callable[[], Floats | None],
         policies: Policies,
         hidden: RouterInput | None = None,
         log: RouteLog | None = None,

@@ -19,6 +19,7 @@ from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.stream import Stream
 from routeahead.errors import SettingsError
 from routeahead.experts.arena import Arena
+from routeahead.experts.lanes import no_thread
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader, Throttled
 from routeahead.experts.source import ExpertSource, dense_runs, read_dense
@@ -84,7 +85,7 @@ class StreamedModel:
             raise SettingsError(f"n_expert_used is {self._top_k}: the model has {layout.n_expert}")
         self.arena = Arena(layout.shards, poison=hooks.poison)
         places = {t.name: self.arena.address(t.shard, t.offset) for t in layout.tensors}
-        self._placement = Placement(places.__getitem__)
+        self._placement = Placement(places.get)
         self.callback = EvalCallback()
         file_reader = FileReader(layout.shards, direct=settings.direct_io)
         if file_reader.fallback:
@@ -143,7 +144,12 @@ class StreamedModel:
         self._closers.callback(self.recorder.close)
         if self.recorder.io:
             source.lanes.records = self.recorder.io.records
-        policies = self._make_policies(source)
+        try:
+            policies = self._make_policies(source)
+        except RuntimeError as error:  # of `Thread.start`
+            if "thread" not in str(error):
+                raise
+            raise no_thread("predictions") from None
         self._closers.callback(policies.close)
         moe_layers = layout.moe_layers
         hidden = self.callback.router_input(moe_layers) if policies.wants_hidden else None
@@ -173,7 +179,10 @@ class StreamedModel:
         def ranker(precision: Precision) -> RouterRanker:
             return RouterRanker(self.callback.router_input(layers), precision)
 
-        model = Model(layers, layout.n_expert, self._top_k, width, source, ranker)
+        top_ks = {} if self._settings.n_expert_used else {n: layout.top_k(n) for n in layers}
+        model = Model(
+            layers, layout.n_expert, self._top_k, width, source, ranker, top_k_by_layer=top_ks
+        )
         return make_policies(self._settings, model, self._given)
 
     def _map_dense(self) -> None:
@@ -184,13 +193,14 @@ class StreamedModel:
     def _make_budget(self, source: ExpertSource) -> CacheBudget:
         """Dense weights, KV cache and context exist by now: what is free is free for experts."""
         layout, settings, size = self.layout, self._settings, self._settings.cache_mb
-        least = layout.token_bytes(self._top_k)
+        least = layout.token_bytes(settings.n_expert_used)
         if size != "auto" and 0 < size * MIB < least and not settings.force_cache:
             raise SettingsError(
                 f"cache_mb={size} is less than one token routes to: give at least "
                 f"{-(-least // MIB)}, or 0 for none, or force it with force_cache"
             )
         # A prompt may take one layer beyond the budget; so may what is read before its layer asks.
+        # Who chooses a size has chosen that, too.
         ahead = settings.route_ahead or settings.prefetch or int(settings.predict_prefetch)
         early = min(ahead, len(layout.moe_layers)) * self._top_k * layout.largest_expert()
         return CacheBudget(
@@ -199,7 +209,7 @@ class StreamedModel:
             whole=layout.expert_bytes,
             token=least,
             floor=max(least, (settings.cache_floor_mb or 0) * MIB),
-            beside=layout.layer_bytes() + early,
+            beside=layout.layer_bytes() + early if size == "auto" else 0,
         )
 
     def adjust(self) -> None:

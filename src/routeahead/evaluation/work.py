@@ -95,7 +95,8 @@ class WorkFolder:
         temporary = path.with_name(path.name + ".tmp")
         # Written, not mapped: a full disk is then an error and not a SIGBUS.
         try:
-            with temporary.open("wb") as file:
+            temporary.unlink(missing_ok=True)
+            with temporary.open("xb") as file:  # not through a link
                 yield lambda logits: logits.tofile(file)
             temporary.replace(path)
         except OSError as error:

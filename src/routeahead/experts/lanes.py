@@ -234,8 +234,7 @@ class Lanes:
 
     def close(self) -> None:
         self.cancel()
-        for _ in self._threads:
-            self._wake.put(False)
+        self._wake.put(False)  # each lane hands it on
         for thread in self._threads:
             if thread and thread.is_alive():
                 thread.join()
@@ -271,6 +270,7 @@ class Lanes:
                 with desk:
                     while read := self._next():
                         self._run(lane, read)
+            self._wake.put(False)
         except BaseException:
             self._wake.put(True)  # what woke this lane is another one's now
             raise

@@ -17,6 +17,8 @@ from routeahead.errors import ModelError
 
 EXPERT_NAME = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.weight$")
 
+_BLOCK_NAME = re.compile(r"^blk\.(\d+)\.")
+
 MIB = 1 << 20
 
 BLOCK = 4096
@@ -99,22 +101,35 @@ class ModelLayout:
         names = {expert.name for expert in self.experts}
         return [tensor for tensor in self.tensors if tensor.name not in names]
 
+    def loaded(self) -> ModelLayout:
+        """Without the blocks that only predict further tokens, which a run does not load."""
+        blocks, further = map(self.value, ("block_count", "nextn_predict_layers"))
+        if not (blocks and further):
+            return self
+        kept = [t for t in self.tensors if not _is_beyond(t.name, blocks - further)]
+        return ModelLayout(self.shards, kept, self.metadata)
+
     @property
     def arch(self) -> str:
         return str(self.metadata.get("general.architecture", "unknown"))
 
     def value(self, key: str) -> Any:
-        """Metadata `<arch>.<key>`; None if it is absent or a list."""
+        """Metadata `<arch>.<key>`; None if it is absent. What differs by layer is a list."""
         return self.metadata.get(f"{self.arch}.{key}")
 
     @property
     def n_expert(self) -> int:
         return max((e.n_expert for e in self.experts), default=0)
 
+    def top_k(self, layer: int) -> int:
+        """Experts that one token routes to in `layer`."""
+        used = self.value("expert_used_count") or 0
+        return int(used[layer] if isinstance(used, list) else used)
+
     @property
     def n_expert_used(self) -> int:
-        """Top-k: experts that one token routes to in one layer."""
-        return int(self.value("expert_used_count") or 0)
+        """Top-k of the layer that uses most experts."""
+        return max(map(self.top_k, self.moe_layers), default=0)
 
     @property
     def moe_layers(self) -> list[int]:
@@ -141,8 +156,12 @@ class ModelLayout:
         return sizes
 
     def token_bytes(self, top_k: int | None = None) -> int:
-        """Bytes of the experts that one token routes to: the smallest useful cache."""
-        return (top_k or self.n_expert_used) * sum(self.bytes_by_layer().values())
+        """Bytes of the experts that one token routes to: the smallest useful cache.
+
+        With `top_k`, it routes to as many experts in every layer.
+        """
+        sizes = self.bytes_by_layer().items()
+        return sum((top_k or self.top_k(layer)) * size for layer, size in sizes)
 
     def largest_expert(self) -> int:
         """Bytes of one expert of the layer in which they are largest."""
@@ -155,6 +174,11 @@ class ModelLayout:
             whole = expert.n_expert * expert.expert_bytes
             sizes[expert.layer] = sizes.get(expert.layer, 0) + whole
         return max(sizes.values(), default=0)
+
+
+def _is_beyond(name: str, blocks: int) -> bool:
+    match = _BLOCK_NAME.match(name)
+    return match is not None and int(match[1]) >= blocks
 
 
 def _expert_tensor(tensor: TensorInfo) -> ExpertTensor | None:

@@ -121,6 +121,8 @@ class EvalCallback:
         self._stop = _StopFunction(self._on_stop)
         self._state[CALLBACK] = ctypes.cast(self._stop, ctypes.c_void_p).value or 0
         self._layers: dict[bytes, int] = {}  # node name → layer
+        self._routing: set[int] = set()  # addresses of top-k tensors known to route
+        self._idle_topk = False  # some top-k routes nothing
         self.fault: BaseException | None = None
         self._layer = _NO_LAYER  # the last one that was routed in an unannounced batch
         self._input: RouterInput | None = None
@@ -177,11 +179,14 @@ class EvalCallback:
             self._input = RouterInput(self._state, layers)
         return self._input
 
-    def selection_scores(self) -> Floats:
-        """(rows, n_expert), what the last top-k ranked the experts by; valid at its stop only."""
+    def selection_scores(self) -> Floats | None:
+        """(rows, n_expert), what the last top-k ranked the experts by; valid at its stop only.
+
+        None if it ranked nothing: a table gave each token its experts.
+        """
         node = strip_views(ggml.tensor_at(self._topk))
         if ggml.op_name(node) != "ARGSORT":
-            raise StreamError("this architecture's top-k does not show what it ranks experts by")
+            return None
         return _floats(ggml.tensor_at(node.src[0]))
 
     def begin(self) -> None:
@@ -238,9 +243,11 @@ class EvalCallback:
         return 1
 
     def _at_topk(self, name: bytes, tensor: ggml.Tensor, address: int) -> None:
+        if address not in self._routing and not self._routes(address):
+            return
         layer = self._layers.get(name)
         if layer is None:
-            layer = self._layers[name] = int(name[len(TOPK_PREFIX) :])
+            layer = self._layers[name] = layer_of(name)
         self._topk = address
         if not self._state[ANNOUNCED]:
             self._at_unannounced(layer, tensor.ne[1])
@@ -249,6 +256,25 @@ class EvalCallback:
         if layer in self._weights and self._observer.holding:
             self._state[WEIGHTS : WEIGHTS_MASK + NAME_WORDS] = self._weights[layer]
         self._state[ROUTED] = address
+
+    def _routes(self, topk: int) -> bool:
+        """Whether a streamed product takes its experts from the tensor at `topk`.
+
+        Layers may choose a second time, for experts that are resident (grovemoe), and a copy of
+        a top-k is named like it. What is made next of all streamed products tells.
+        """
+        product = ggml.op_code("MUL_MAT_ID")
+        for address in ggml.tensors_after(topk):
+            node = ggml.tensor_at(address)
+            if node.op == product and self._observer.streams(node.src[0]):
+                if node.src[2] == topk:
+                    if not self._idle_topk:  # else another graph may have one at this address
+                        self._routing.add(topk)
+                    return True
+                break
+        self._idle_topk = True
+        self._routing.clear()
+        return False
 
     def _at_unannounced(self, layer: int, rows: int) -> None:
         """`rows` are routed in a graph that nobody announced: does it begin here?"""
@@ -263,7 +289,7 @@ class EvalCallback:
         if self._tracing:
             self._observer.log_weights(_weights(weights))
         if self._unweighed:
-            self._learn_weights(int(name.rpartition(b"-")[2]), weights.name)
+            self._learn_weights(layer_of(name), weights.name)
 
     def _learn_weights(self, layer: int, name: bytes) -> None:
         """`name` is that of the layer's last weights node, in this graph and in those to come,
@@ -293,6 +319,11 @@ class EvalCallback:
         pending = self._observer.product(weights)
         self._state[PENDING] = pending
         return int(pending)
+
+
+def layer_of(name: bytes) -> int:
+    """7 of "ffn_moe_topk-7", or of "ffn_moe_topk-7 (copy)"."""
+    return int(name.rpartition(b"-")[2].partition(b" ")[0])
 
 
 def _name_words(name: bytes) -> npt.NDArray[np.int64]:

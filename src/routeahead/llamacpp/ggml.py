@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,18 @@ class GgufInitParams(ctypes.Structure):
     _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p)]
 
 
+class _Object(ctypes.Structure):
+    """Mirror of `struct ggml_object` (ggml.c), which stands before each tensor of a context."""
+
+    _fields_ = [
+        ("offs", ctypes.c_size_t),
+        ("size", ctypes.c_size_t),
+        ("next", ctypes.c_void_p),
+        ("type", ctypes.c_int),
+        ("padding", ctypes.c_char * 4),
+    ]
+
+
 _PTR, _SIZE, _STR = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
 _I64, _INT = ctypes.c_int64, ctypes.c_int
 
@@ -98,6 +111,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "gguf_get_n_kv": (_I64, [_PTR]),
     "gguf_get_key": (_STR, [_PTR, _I64]),
     "gguf_get_kv_type": (_INT, [_PTR, _I64]),
+    "gguf_get_arr_type": (_INT, [_PTR, _I64]),
+    "gguf_get_arr_n": (_SIZE, [_PTR, _I64]),
+    "gguf_get_arr_data": (_PTR, [_PTR, _I64]),
     "gguf_get_data_offset": (_SIZE, [_PTR]),
     "gguf_get_n_tensors": (_I64, [_PTR]),
     "gguf_get_tensor_name": (_STR, [_PTR, _I64]),
@@ -195,6 +211,16 @@ def tensor_at(address: int) -> Tensor:
     return Tensor.from_address(address)
 
 
+def tensors_after(address: int) -> Iterator[int]:
+    """Addresses of the tensors that were made after the one at `address`, in its context."""
+    place = _Object.from_address(address - ctypes.sizeof(_Object))
+    start = address - place.offs
+    while place.next:
+        place = _Object.from_address(place.next)
+        if place.type == 0:  # a tensor
+            yield start + place.offs
+
+
 def type_name(ggml_type: int) -> str:
     """Name of a data type, such as "F32"."""
     name: bytes = library().ggml_type_name(ggml_type)
@@ -256,6 +282,7 @@ def check_layout() -> None:
             "nb": t.nb[3] == base.ggml_nbytes(product) and v.nb[1] == 12,
             "op": t.op == op_code("MUL_MAT_ID"),
             "src": list(t.src)[:4] == [weights, rows, ids, None],
+            "object": list(tensors_after(rows)) == [ids, view, product],
             "view": v.view_src == ids and v.view_offs == 4 and v.data == tensor_at(ids).data + 4,
         }
     finally:

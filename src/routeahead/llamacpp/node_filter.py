@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -150,10 +151,11 @@ def compiled() -> Any:
 
 
 def _frozen() -> int:
-    """A digest of every constant that the machine code may have in it.
+    """A digest of everything that the machine code may have in it.
 
     numba's cache notices when this file changes, but not that another library has other op codes
-    or another struct. So all plain values of both modules are taken, whether they are used or not.
+    or another struct, nor that a function which is used here changed in another file. So all plain
+    values of both modules are taken, whether they are used or not, and all files of this folder.
     """
     values = [
         (module, name, value)
@@ -161,7 +163,10 @@ def _frozen() -> int:
         for name, value in sorted(names.items())
         if isinstance(value, (int, bytes, str, tuple)) and not name.startswith("__")
     ]
-    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:7], "little")
+    digest = hashlib.sha256(repr(values).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return int.from_bytes(digest.digest()[:7], "little")
 
 
 def _compile(frozen: int, *, cached: bool) -> Any:

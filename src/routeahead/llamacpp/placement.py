@@ -37,6 +37,7 @@ _InitTensor = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 _NAME = b"RouteAheadArena"
 _ALL_TENSORS = b".*"
+_ADAPTER = (".lora_a", ".lora_b")  # of another file, from which llama.cpp fills them itself
 
 
 class _Override(ctypes.Structure):
@@ -50,7 +51,8 @@ def _word(address: int, index: int) -> ctypes.c_void_p:
 
 
 class Placement:
-    """Places every tensor of one model at the address that `place(name)` gives.
+    """Places every tensor of one model at the address that `place(name)` gives; None if its files
+    have no such tensor.
 
     Keep it alive as long as the model lives: llama.cpp holds pointers into it.
 
@@ -61,7 +63,7 @@ class Placement:
         StreamError: the installed library's structs have another layout.
     """
 
-    def __init__(self, place: Callable[[str], int]) -> None:
+    def __init__(self, place: Callable[[str], int | None]) -> None:
         ggml.check_layout()
         self._place = place
         self._base = ggml.library()
@@ -177,7 +179,12 @@ class Placement:
         try:
             tensor = ggml.tensor_at(address)
             name = tensor.name.decode()
-            tensor.data = self._place(name)
+            place = self._place(name)
+            if place is None and name.endswith(_ADAPTER):
+                return 0
+            if place is None:
+                raise StreamError(f"the model's files have no {name}")
+            tensor.data = place
             first = address + ggml.Tensor.name.offset
             self._spoiled.append((first, tensor.name[:1]))
             ctypes.c_char.from_address(first).value = b"\x01"

@@ -25,6 +25,7 @@ _ACTIVATIONS: dict[tuple[str, ...], Activation] = {
     ("SIGMOID",): "sigmoid",
     ("SOFTPLUS", "SQRT"): "sqrt_softplus",
 }
+_STEPS = ("SOFT_MAX", "SIGMOID", "SOFTPLUS", "SQRT")
 _ONE = 0x3F800000  # 1.0 as float32
 
 
@@ -34,17 +35,20 @@ class Router:
 
     Attributes:
         matrix: address of the router matrix's tensor.
-        rule: what turns its logits into a selection.
+        rule: what turns its logits into a selection; None if they have no part in it, because a
+            table gives each token its experts (DeepSeek 4's hash layers).
     """
 
     matrix: int
-    rule: SelectionRule
+    rule: SelectionRule | None
 
 
 def read_router(topk: int) -> Router | None:
     """The router above the top-k tensor at address `topk`; None if it is not understood."""
     top = ggml.tensor_at(topk)
     sort = strip_views(top)
+    if ggml.op_name(sort) == "GET_ROWS":
+        return _table(topk)
     if ggml.op_name(sort) != "ARGSORT":
         return None
     node, groups, groups_used = _groups(strip_views(ggml.tensor_at(sort.src[0])))
@@ -56,9 +60,9 @@ def read_router(topk: int) -> Router | None:
             if bias is None:
                 return None
             biases.append((len(steps), bias))
-        elif name in ("SOFT_MAX", "SIGMOID", "SOFTPLUS", "SQRT") and _is_plain(node):
+        elif name in _STEPS and _is_plain(node):
             steps.insert(0, name)
-        else:
+        elif not _picks_rows(node):
             return None
         node = strip_views(ggml.tensor_at(node.src[0]))
     activation = _ACTIVATIONS.get(tuple(steps))
@@ -75,6 +79,24 @@ def read_router(topk: int) -> Router | None:
         groups_used=groups_used,
     )
     return Router(int(node.src[0]), rule)
+
+
+def _table(topk: int) -> Router | None:
+    """The router of a layer whose experts are looked up: its logits only become weights."""
+    for address in ggml.tensors_after(topk):
+        node = ggml.tensor_at(address)
+        if node.src[1] == topk and ggml.op_name(node) == "GET_ROWS":
+            node = strip_views(ggml.tensor_at(node.src[0]))
+            while ggml.op_name(node) in _STEPS:
+                node = strip_views(ggml.tensor_at(node.src[0]))
+            return Router(int(node.src[0]), None) if ggml.op_name(node) == "MUL_MAT" else None
+    return None
+
+
+def _picks_rows(node: ggml.Tensor) -> bool:
+    """The rows whose output is wanted are picked, by an input of the graph. A router that runs
+    before the attention (smallthinker) has scored all rows of the last layer."""
+    return ggml.op_name(node) == "GET_ROWS" and ggml.op_name(ggml.tensor_at(node.src[1])) == "NONE"
 
 
 def strip_views(node: ggml.Tensor) -> ggml.Tensor:

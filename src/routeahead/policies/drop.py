@@ -59,7 +59,7 @@ class DropSettings(PolicySettings):
                 stacklevel=2,
             )
         return DropCold(
-            self.drop_cold_experts / model.top_k,
+            self.drop_cold_experts,
             renorm=self.drop_renorm,
             in_prefill=self.drop_in_prefill,
             aware=self.drop_aware,
@@ -70,7 +70,8 @@ class DropCold(Policy):
     """Decides when a layer's final weights are known, before anything is read for it.
 
     Attributes:
-        threshold: share of the routing below which an expert that would have to be read is dropped.
+        share: an expert that would have to be read is dropped if its share of the routing is below
+            this over top-k.
         aware: whether what will be dropped is not read early.
         slots, dropped: slots seen, and dropped.
     """
@@ -79,22 +80,25 @@ class DropCold(Policy):
 
     def __init__(
         self,
-        threshold: float,
+        share: float,
         *,
         renorm: bool = False,
         in_prefill: bool = False,
         aware: bool = True,
     ) -> None:
         """
-        Drops below `threshold`, a share of the routing's mass.
+        Drops below `share` of what each expert would have if all had the same.
 
         Args:
             renorm: the survivors are scaled to the routing's mass.
             in_prefill: prompts lose experts too.
         """
-        self.threshold, self.aware = threshold, aware
+        self.share, self.aware = share, aware
         self.slots = self.dropped = 0
         self._renorm, self._in_prefill = renorm, in_prefill
+
+    def bind(self, model: Model) -> None:
+        self._top_k = model.top_k
 
     def wants_weights(self, phase: Phase) -> bool:
         return phase == "decode" or self._in_prefill
@@ -106,7 +110,7 @@ class DropCold(Policy):
         cold = {e for e in set().union(*rows) if not routing.resident(e)} if rows else set()
         read: set[int] = set()
         for experts, row in zip(rows, weights, strict=True):
-            least, top = self.threshold * sum(row), max(row)
+            least, top = self.share / len(row) * sum(row), max(row)
             read.update(e for e, w in zip(experts, row, strict=True) if w >= least or w == top)
         self.slots += routing.ids.size
         if gone := cold - read:
@@ -115,10 +119,11 @@ class DropCold(Policy):
             routing.drop(slots, renorm=self._renorm)
 
     def report(self, decode: Totals) -> dict[str, Any]:
-        return {"threshold": self.threshold, "routed": self.slots, "dropped": self.dropped}
+        threshold = self.share / self._top_k
+        return {"threshold": threshold, "routed": self.slots, "dropped": self.dropped}
 
     def lines(self, decode: Totals) -> list[str]:
         return [
             f"moe-drop: {self.dropped}/{self.slots} ({share(self.dropped, self.slots)}), "
-            f"threshold {self.threshold:.4f}"
+            f"threshold {self.share / self._top_k:.4f}"
         ]

@@ -6,7 +6,7 @@ benchmark needs; the text means nothing. The weights of the forced experts stay 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +32,8 @@ class ForcedSettings(PolicySettings):
         if not self.replay_routing:
             return None
         trace = read_trace(self.replay_routing)
-        return ForcedRouting(trace, model.layers, n_expert=model.n_expert, top_k=model.top_k)
+        top_ks = {layer: model.top_k_by_layer.get(layer, model.top_k) for layer in model.layers}
+        return ForcedRouting(trace, top_ks, n_expert=model.n_expert)
 
 
 class ForcedRouting(Policy):
@@ -40,26 +41,24 @@ class ForcedRouting(Policy):
 
     name = "forced"
 
-    def __init__(
-        self, trace: RouteTrace, layers: Sequence[int], *, n_expert: int, top_k: int
-    ) -> None:
+    def __init__(self, trace: RouteTrace, top_ks: Mapping[int, int], *, n_expert: int) -> None:
         """
-        Takes the routings of `layers` from a trace.
+        Takes the routings of the layers in `top_ks`, each with its top-k, from a trace.
 
         Raises:
             SettingsError: the trace does not fit the model.
         """
         self._ids: dict[tuple[int, int], Ids] = {}
         for (step, layer), ids in trace.selections().items():
-            if layer not in layers:
+            if layer not in top_ks:
                 continue  # a trace of the whole model drives its first layers
-            if len(ids) != top_k or ids.max() >= n_expert:
+            if len(ids) != top_ks[layer] or ids.max() >= n_expert:
                 raise SettingsError(
                     f"the trace routes to {len(ids)} experts up to {ids.max()}, and this model "
-                    f"takes {top_k} of {n_expert}: set n_expert_used, or use another trace"
+                    f"takes {top_ks[layer]} of {n_expert}: set n_expert_used, or use another trace"
                 )
             self._ids[step, layer] = ids
-        absent = sorted(set(layers) - {layer for _, layer in self._ids})
+        absent = sorted(set(top_ks) - {layer for _, layer in self._ids})
         if absent:
             raise SettingsError(f"the trace has no routing for layer {absent[0]} of this model")
 

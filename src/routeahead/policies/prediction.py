@@ -66,7 +66,7 @@ class PredictingPolicy(StepRankings, Policy):
             precision=options.router_precision,
             read_early=read_early,
             recorded=forced.selection if forced else None,
-            cold_share=drop.threshold if drop and drop.aware else 0.0,
+            cold_share=drop.share if drop and drop.aware else 0.0,
         )
 
     def cannot_predict(self, layer: int, reason: Reason) -> None:

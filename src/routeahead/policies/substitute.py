@@ -58,7 +58,10 @@ class Substitute(Policy):
     def routed(self, routing: Routing) -> None:
         if routing.phase != "decode" or not len(routing.ids):
             return
-        for row, scores in enumerate(routing.scores()):
+        ranked = routing.scores()
+        if ranked is None:
+            return
+        for row, scores in enumerate(ranked):
             ids = routing.ids[row]
             chosen = self._choose(ids, scores, routing)
             new = len(set(chosen.tolist()).difference(ids.tolist()))

@@ -30,7 +30,14 @@ ReadEarly = Callable[[int, Sequence[int]], None]
 Recorded = Callable[[int, int], Ids]
 
 Reason = Literal[
-    "structural", "prefill", "first_token", "unreadable", "several_rows", "late", "disarmed"
+    "structural",
+    "prefill",
+    "first_token",
+    "unranked",
+    "unreadable",
+    "several_rows",
+    "late",
+    "disarmed",
 ]
 
 _PREDICTORS: dict[str, type[Inline] | type[Worker]] = {"inline": Inline, "worker": Worker}
@@ -93,8 +100,9 @@ class Predictions:
         Args:
             read_early: called with a layer and the experts that were predicted, best first.
             recorded: (position, layer) → ids that take the place of every ranking (a forced run).
-            cold_share: predicted share of a routing below which an expert is going to be dropped
-                if it is not resident, so that it is not read early; the top expert always is.
+            cold_share: an expert whose predicted share of a routing is below this over top-k is
+                going to be dropped if it is not resident, so that it is not read early; the top
+                expert always is.
         """
         self._model, self._consumer, self._late = model, consumer, late
         self.ranker = model.ranker(precision)
@@ -148,7 +156,8 @@ class Predictions:
                 why: Reason = "several_rows" if len(routing.ids) != 1 else "unreadable"
                 self._consumer.cannot_predict(target, why)
             elif target not in self.ranker:
-                self._consumer.cannot_predict(target, "first_token")
+                seen = self.ranker.seen(target)
+                self._consumer.cannot_predict(target, "unranked" if seen else "first_token")
             else:
                 prediction = Prediction(self._consumer.serial, target, routing.hidden)
                 self._submit(prediction, routing.layer)
@@ -260,10 +269,11 @@ class Predictions:
             return experts
         shares = self.ranker.rule(layer).shares(prediction.logits, ids).tolist()
         top, resident = max(shares), self._model.experts.resident
+        least = self._cold_share / len(experts)
         return [
             expert
             for expert, share in zip(experts, shares, strict=True)
-            if share >= self._cold_share or share == top or resident(layer, expert)
+            if share >= least or share == top or resident(layer, expert)
         ]
 
     def _rank(self, prediction: Prediction) -> Ids:

@@ -22,7 +22,7 @@ class RouterRanker:
     def __init__(self, source: RouterInput, precision: Precision) -> None:
         self.input, self._precision = source, precision
         self._products: dict[int, RouterProduct] = {}
-        self._unknown = 0  # layers whose selection rule was not understood
+        self._seen = 0  # routers that `prepare` has looked at
 
     def __contains__(self, layer: object) -> bool:
         return layer in self._products
@@ -30,25 +30,28 @@ class RouterRanker:
     def prepare(self) -> None:
         """Makes the products of the layers that have been seen. Nothing may be computing."""
         routers = self.input.routers
-        if len(self._products) + self._unknown == len(routers):
+        if self._seen == len(routers):
             return
-        self._unknown = 0
+        self._seen, unknown = len(routers), 0
         for layer, router in routers.items():
             if router is None:
-                self._unknown += 1
-            elif layer not in self._products:
+                unknown += 1
+            elif layer not in self._products and router.rule:
                 matrix = ggml.tensor_at(router.matrix)
                 self._products[layer] = RouterProduct(matrix, self._precision)
-        if self._unknown:
+        if unknown:
             warnings.warn(
-                f"how {self._unknown} layers choose their experts is not understood: nothing is "
+                f"how {unknown} layers choose their experts is not understood: nothing is "
                 "predicted for them",
                 stacklevel=2,
             )
 
+    def seen(self, layer: int) -> bool:
+        return layer in self.input.routers
+
     def rule(self, layer: int) -> SelectionRule:
         router = self.input.routers[layer]
-        assert router  # it has a product
+        assert router and router.rule  # it has a product
         return router.rule
 
     def logits(self, layer: int, hidden: Floats) -> Floats:

@@ -17,7 +17,7 @@ In one layer of one ubatch the hooks come in this order, all on the evaluation t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -67,6 +67,10 @@ class Ranker(Protocol):
         """Whether the layer's router is known and understood."""
         ...
 
+    def seen(self, layer: int) -> bool:
+        """Whether the graph has shown how the layer chooses; it may not be understood."""
+        ...
+
     def rule(self, layer: int) -> SelectionRule:
         """What turns the layer's logits into a selection."""
         ...
@@ -87,11 +91,12 @@ class Model:
     Attributes:
         layers: numbers of the MoE layers, in order.
         n_expert: experts in each of them.
-        top_k: experts that a token routes to.
+        top_k: experts that a token routes to, in the layer that uses most.
         width: numbers in a hidden row.
         experts: the cache and the lanes.
         ranker: makes a `Ranker` with router matrices of that precision.
         policies: all policies of this model, in the order of their hooks.
+        top_k_by_layer: where layers differ in it.
     """
 
     layers: Sequence[int]
@@ -101,6 +106,7 @@ class Model:
     experts: Experts
     ranker: Callable[[Precision], Ranker]
     policies: Sequence[Policy] = ()
+    top_k_by_layer: Mapping[int, int] = field(default_factory=dict)
     _index: dict[int, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -151,7 +157,7 @@ class Routing:
         *,
         n_expert: int,
         experts: Experts,
-        scores: Callable[[], Floats],
+        scores: Callable[[], Floats | None],
         hidden: Floats | None = None,
     ) -> None:
         """
@@ -171,11 +177,11 @@ class Routing:
         self.dropped: npt.NDArray[np.bool_] | None = None
         self.committed = False
 
-    def scores(self) -> Floats:
+    def scores(self) -> Floats | None:
         """Float32 (rows, n_expert), what the router has just ranked the experts by.
 
         Biases included, -inf for experts that are out of the race. Valid in `Policy.routed` only;
-        not to be written to.
+        not to be written to. None if a table, and not the router, gives each token its experts.
         """
         return self._scores()
 

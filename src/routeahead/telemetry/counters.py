@@ -11,7 +11,9 @@ Times of a decoded token:
 * *io*: lanes are in reads. They work beside compute and beside each other, so it is no part of
   *wall*.
 
-Bytes are physical: whole blocks as read from the file.
+Bytes are physical: whole blocks as read from the file. The cache's size may change as other
+programs need memory: *cache* is its budget at the end, *cache least* the smallest that it was, and
+*cache resizes* how often it changed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,123 @@
+"""A model's chat template: messages and tools become the tokens of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp
+from llama_cpp.llama_chat_format import CHATML_CHAT_TEMPLATE, Jinja2ChatFormatter
+
+from routeahead.chat.tools import CALL_END, CALL_START, as_call, describe
+from routeahead.engine.llama import Llama
+from routeahead.errors import SettingsError
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation as the model reads it.
+
+    Attributes:
+        tokens: ids.
+        thinking: the prompt ends inside a block of reasoning, so the answer begins there.
+    """
+
+    tokens: list[int]
+    thinking: bool
+
+
+class ChatTemplate:
+    """The template in the model's metadata; ChatML if it has none.
+
+    Attributes:
+        reasons: the template knows blocks of reasoning (`<think>`).
+    """
+
+    def __init__(self, llm: Llama) -> None:
+        text = llm.metadata.get("tokenizer.chat_template") or CHATML_CHAT_TEMPLATE
+        self.reasons = "think>" in text
+        self._knows_tools = "tools" in text
+        self._llm = llm
+        self._format = Jinja2ChatFormatter(
+            template=text,
+            eos_token=_text_of(llm, llm.token_eos()),
+            bos_token=_text_of(llm, llm.token_bos()),
+        )
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """The prompt that asks for the next answer.
+
+        Args:
+            messages: as OpenAI's API has them, with texts as content.
+            tools: functions that the model may call, in the same API's form.
+            variables: of the template, such as `enable_thinking`.
+
+        Raises:
+            SettingsError: the template refuses the messages, or they are no Unicode.
+        """
+        plain = not self._knows_tools
+        if tools and plain:
+            messages = _with_system(messages, describe(tools))
+        prepared = [_written_out(m) if plain else _for_template(m) for m in messages]
+        given = {"tools": list(tools)} if tools and not plain else {}
+        try:
+            text = self._format(messages=prepared, **given, **(variables or {})).prompt  # type: ignore[arg-type]
+            data = text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise SettingsError("messages: a text holds half of a surrogate pair") from None
+        except Exception as error:  # whatever a template raises about messages that it refuses
+            reason = " ".join(str(error).split())
+            raise SettingsError(
+                f"messages: the model's chat template refuses them: {reason}"
+            ) from error
+        tokens = self._llm.tokenize(data, add_bos=False, special=True)
+        return Prompt(tokens, thinking=self.reasons and text.rstrip().endswith("<think>"))
+
+
+def _text_of(llm: Llama, token: int) -> str:
+    if token < 0:
+        return ""
+    vocabulary = llama_cpp.llama_model_get_vocab(llm.model)
+    text: bytes = llama_cpp.llama_vocab_get_text(vocabulary, token)
+    return text.decode("utf-8", "replace")
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """Arguments of calls as objects: templates write them as JSON themselves."""
+    made = {**message, "content": message.get("content") or ""}
+    if message.get("tool_calls"):
+        made["tool_calls"] = [
+            {**call, "function": as_call(call["function"])} for call in message["tool_calls"]
+        ]
+    return made
+
+
+def _written_out(message: Message) -> dict[str, Any]:
+    """Calls and their results as text, for a template that knows neither."""
+    content = message.get("content") or ""
+    for call in message.get("tool_calls") or ():
+        written = json.dumps(as_call(call["function"]), ensure_ascii=False)
+        content += f"\n{CALL_START}\n{written}\n{CALL_END}"
+    if message["role"] == "tool":
+        return {
+            "role": "user",
+            "content": f"<tool_response>\n{content}\n</tool_response>",
+        }
+    return {"role": message["role"], "content": content.lstrip("\n")}
+
+
+def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
+    """The messages with `text` at the end of the first system message."""
+    first = messages[0] if messages else None
+    if first and first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
