@@ -81,6 +81,20 @@ def test_a_dense_model_is_loaded_whole(tmp_path: Path, monkeypatch: pytest.Monke
         Llama(path)
 
 
+def test_the_plain_class_may_be_replaced(
+    load: Load, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As code does that loads models by itself: LangChain, llama-index, the server."""
+    options: Any = {"n_ctx": 64, "n_threads": 1, "verbose": False}
+    plain = load(NAME, resident=True).create_completion("abc", max_tokens=4, temperature=0)
+    monkeypatch.setattr(llama_cpp, "Llama", Llama)
+    llm: Any = llama_cpp.Llama(model_path=str(library.path(NAME)), **options)
+    made = llm.create_completion("abc", max_tokens=4, temperature=0)
+    assert made["choices"][0]["text"] == plain["choices"][0]["text"]
+    assert llm.source.lanes.reads > 0
+    llm.close()
+
+
 def test_only_the_vocabulary(library: Library) -> None:
     llm = Llama(library.path(NAME), vocab_only=True)
     assert llm.detokenize(llm.tokenize(b"abc")) == b"abc"

@@ -168,8 +168,9 @@ class TakingTurns(llama_cpp.Llama):
     def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """As llama-cpp-python's, but what it makes of a logits processor, which is part of a cycle,
         does not keep this object alive."""
-        this: Any = weakref.proxy(self)
-        return llama_cpp.Llama._init_sampler(this, *args, **kwargs)
+        # Not `llama_cpp.Llama._init_sampler`: who replaces that class finds this one there.
+        plain: Any = super()._init_sampler
+        return plain.__func__(weakref.proxy(self), *args, **kwargs)
 
     def close(self) -> None:
         """Gives back memory, threads and descriptors; waits for the call that runs now.
