@@ -306,8 +306,14 @@ def test_one_thread_may_use_the_model_between_two_tokens(load: Load) -> None:
 
 def test_parallel_loads_leave_stdout_alone(library: Library) -> None:
     script = (
-        "import sys, threading\n"
+        "import itertools, sys, threading, time\n"
+        "import llama_cpp.llama_cpp as C\n"
         "from routeahead import Llama\n"
+        "load_file, number = C.llama_model_load_from_file, itertools.count()\n"
+        "def slow(*arguments):  # the loads overlap, each ends at another time\n"
+        "    time.sleep(0.1 + 0.05 * (next(number) % 4))\n"
+        "    return load_file(*arguments)\n"
+        "C.llama_model_load_from_file = slow\n"
         "def load():\n"
         "    for _ in range(3): Llama(sys.argv[1], n_ctx=64, n_threads=1, cache_mb=64).close()\n"
         "threads = [threading.Thread(target=load) for _ in range(4)]\n"
