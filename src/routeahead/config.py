@@ -76,6 +76,11 @@ class Settings(
         "Read experts past the page cache (O_DIRECT); buffered if that is refused.",
         STREAMING,
     )
+    verify_reads: bool = setting(
+        False,
+        "Compare what is read with the checksums that `routeahead checksum` wrote.",
+        STREAMING,
+    )
     n_expert_used: int | None = setting(
         None,
         "Experts a token routes to in each layer, instead of the model's (lossy).",

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 from support.library import PROMPTS, Library, evaluate
+from typer.testing import CliRunner
 
 from routeahead import Llama, ModelError, ReadError, SettingsError
+from routeahead.cli.checksum import checksum
 from routeahead.engine.checksums import (
     Checksums,
     Verified,
@@ -170,3 +173,16 @@ def test_without_xxhash_one_line_says_so(
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(SettingsError, match=r"need xxhash: install routeahead\[verify\]"):
         write_checksums(layout)
+
+
+def test_the_setting_compares_and_the_verb_writes(layout: ModelLayout, tmp_path: Path) -> None:
+    path = layout.shards[0].path
+    with pytest.raises(SettingsError, match="write the checksums with `routeahead checksum`"):
+        Llama(path, n_ctx=64, verify_reads=True)
+    app = typer.Typer()
+    app.command()(checksum)
+    done = CliRunner().invoke(app, [str(path)])
+    assert done.exit_code == 0 and "checksums written to" in done.stderr
+    llm = Llama(path, n_ctx=64, cache_mb=0, n_threads=1, verify_reads=True)
+    llm.eval([5, 6, 7])
+    llm.close()

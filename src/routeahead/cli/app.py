@@ -25,6 +25,7 @@ _VERBS = {
     "eval": ("eval", "evaluate"),
     "replay": ("replay", "replay"),
     "io-report": ("io_report", "io_report"),
+    "checksum": ("checksum", "checksum"),
 }
 
 

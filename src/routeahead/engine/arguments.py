@@ -63,6 +63,8 @@ class StreamingArguments(TypedDict, total=False):
     dense: Literal["anon", "mmap"]
     # Read experts past the page cache (O_DIRECT); buffered if that is refused.
     direct_io: bool
+    # Compare what is read with the checksums that `routeahead checksum` wrote.
+    verify_reads: bool
     # Experts a token routes to in each layer, instead of the model's (lossy).
     n_expert_used: int | None
     # A policy of your own (docs/policy-api.md); may be given several times.

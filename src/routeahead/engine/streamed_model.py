@@ -15,6 +15,7 @@ import llama_cpp
 
 from routeahead.config import Settings
 from routeahead.engine.budget import CacheBudget
+from routeahead.engine.checksums import Checksums, Verified, read_checksums, verify_dense
 from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.stream import Stream
 from routeahead.errors import SettingsError, no_thread
@@ -94,7 +95,13 @@ class StreamedModel:
         if settings.throttle:
             rate, latency = settings.throttle * MIB, settings.throttle_latency_ms / 1e3
             reader = Throttled(reader, bytes_per_s=rate, latency_s=latency)
-        self._reader = hooks.wrap_reader(reader) if hooks.wrap_reader else reader
+        if hooks.wrap_reader:
+            reader = hooks.wrap_reader(reader)
+        self._sums: Checksums | None = None
+        if settings.verify_reads:
+            self._sums = read_checksums(layout)
+            reader = Verified(reader, layout, self._sums)
+        self._reader = reader
         self._closers = contextlib.ExitStack()
         self._closers.callback(self._reader.close)
         # Also runs before the interpreter exits: later, threads no longer run, and a model that
@@ -133,6 +140,8 @@ class StreamedModel:
             read_dense(layout.dense, self.arena, self._reader, progress=progress)
         else:
             self._map_dense()
+        if self._sums:
+            verify_dense(layout, layout.dense, self.arena, self._sums)
         source = ExpertSource(layout, self.arena, self._reader, lanes=self._settings.io_threads)
         self._closers.callback(source.close)
         self.budget = self._make_budget(source)
