@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from routeahead.engine.policies import Steering
 from routeahead.errors import StreamError
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.source import ExpertSource, Load
+from routeahead.llamacpp.eval_callback import GraphHook
 from routeahead.routing.policy import Routing
 from routeahead.telemetry.counters import Phase
 from routeahead.telemetry.route_log import RouteLog
@@ -31,20 +32,20 @@ class Stream:
         tensors: Mapping[int, ExpertTensor],
         *,
         overlap: bool,
-        scores: Callable[[], npt.NDArray[np.float32]],
+        graph: GraphHook,
         steering: Steering,
         log: RouteLog | None = None,
     ) -> None:
         """
         Args:
             tensors: address of an expert tensor's struct → where it lies in the file.
-            scores: gives (rows, n_expert), what the top-k that stops the graph has ranked.
+            graph: whose stops these are.
             log: is told of each routing.
         """
         self.source = source
         self._tensors = tensors
         self._overlap = overlap
-        self._scores, self.steering, self._log = scores, steering, log
+        self._graph, self.steering, self._log = graph, steering, log
         self._load: Load | None = None
         self._held: tuple[int, npt.NDArray[np.int32]] | None = None  # routed, weights unknown yet
         self._order: list[str] = []  # projections as the graph was seen to compute them
@@ -64,9 +65,12 @@ class Stream:
             self.steering.probe.begin(phase)
         if self._log and position == 0:
             self._log.turn()
+        idle = not any(vars(self.steering).values()) and self._log is None
+        self._graph.rest(phase == "decode" and idle and self.source.complete)
 
     def end(self) -> None:
         """The batch was evaluated."""
+        self.source.cache.hits += self._graph.rested
         if self.steering.ahead:
             self.source.release()
 
@@ -123,6 +127,7 @@ class Stream:
         if len(ids) != 1 or self.steering.drop:  # a dropped slot has its top expert's id
             experts = list(dict.fromkeys(experts))
         self._load = self.source.require(layer, experts)
+        self._graph.use_slots(self.source.slots(layer, ids))
         if self.steering.temporal and self.phase == "decode":
             for target, guess in self.steering.temporal.guesses(layer):
                 self.source.guess(target, guess)
@@ -141,7 +146,8 @@ class Stream:
         """Lets the policies change the routing, and logs what became of it."""
         positions = self._position.rows(layer, len(ids))
         router = ids.copy()
-        routing = Routing(self.phase, layer, positions, ids, self._scores, self.source.resident)
+        scores = self._graph.selection_scores
+        routing = Routing(self.phase, layer, positions, ids, scores, self.source.resident)
         committed = False
         for policy in self.steering.policies:
             committed |= policy.commit(routing)

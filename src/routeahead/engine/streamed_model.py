@@ -19,6 +19,7 @@ from routeahead.errors import ModelError, SettingsError
 from routeahead.experts.arena import Arena
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader, Throttled
+from routeahead.experts.slots import Slots
 from routeahead.experts.source import ExpertSource, dense_runs, read_dense
 from routeahead.llamacpp.eval_callback import GraphHook
 from routeahead.llamacpp.placement import Placement
@@ -63,7 +64,7 @@ class StreamedModel:
         self._top_k = settings.n_expert_used or layout.n_expert_used
         if self._top_k > layout.n_expert:
             raise SettingsError(f"n_expert_used is {self._top_k}: the model has {layout.n_expert}")
-        self.arena = Arena(layout.shards, poison=poison)
+        self.arena, self._poison = Arena(layout.shards, poison=poison), poison
         places = {t.name: self.arena.address(t.shard, t.offset) for t in layout.tensors}
         self._placement = Placement(places.__getitem__)
         self.hook = GraphHook()
@@ -109,7 +110,15 @@ class StreamedModel:
             read_dense(layout.dense, self.arena, self._reader, progress=progress)
         else:
             self._map_dense()
-        source = ExpertSource(layout, self.arena, self._reader, lanes=self._settings.io_threads)
+        slots = Slots(layout.experts, poison=self._poison)
+        self.hook.serve_slots(slots.range.address, slots.range.address + slots.range.nbytes)
+        source = ExpertSource(
+            layout,
+            slots,
+            self._reader,
+            lanes=self._settings.io_threads,
+            bind=self._placement.bind,
+        )
         self._closers.callback(source.close)
         source.cache.budget = self._budget()
         preamble = {**_versions(), "model": str(layout.shards[0].path), **self._settings.as_dict()}
@@ -123,7 +132,7 @@ class StreamedModel:
             source,
             {tensors[e.name]: e for e in layout.experts},
             overlap=self._settings.overlap,
-            scores=self.hook.selection_scores,
+            graph=self.hook,
             steering=steering,
             log=self.recorder.routes,
         )

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import threading
 import time
 from collections import deque
@@ -29,9 +30,10 @@ from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
 from routeahead.errors import ReadError
-from routeahead.experts.arena import Arena, Pages
+from routeahead.experts.arena import Pages
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.reader import Reader
+from routeahead.experts.slots import Slots, Target
 
 Kind = Literal["demand", "committed", "speculative"]
 
@@ -75,26 +77,15 @@ class Ticket:
 
 
 class Slice(NamedTuple):
-    """One expert's part of one projection: where it lies in the file, and where in the arena.
-
-    Attributes:
-        tensor, expert: whose slice it is.
-        offset: bytes from the start of the file `tensor.shard`, a whole block.
-        view: the whole blocks in the arena that hold the slice.
-        need: bytes of `view` that must arrive (the file's last block may be shorter).
-        inner: pages that belong to this slice alone.
-    """
+    """One expert's part of one projection, and the part of a slot that it is read into."""
 
     tensor: ExpertTensor
     expert: int
-    offset: int
-    view: memoryview
-    need: int
-    inner: Pages
+    target: Target
 
 
 class Read:
-    """One slice on its way into the arena.
+    """One slice on its way into its slot.
 
     Attributes:
         ticket: who waits for it.
@@ -130,8 +121,8 @@ class ReadRecord(NamedTuple):
 class Lanes:
     """`count` threads that serve reads: by kind, then oldest submission first."""
 
-    def __init__(self, count: int, reader: Reader, arena: Arena) -> None:
-        self._reader, self._arena = reader, arena
+    def __init__(self, count: int, reader: Reader, slots: Slots) -> None:
+        self._reader, self._slots = reader, slots
         self._queues: dict[Kind, deque[Read]] = {
             "demand": deque(), "committed": deque(), "speculative": deque(),
         }  # fmt: skip
@@ -237,11 +228,14 @@ class Lanes:
 
     def _run(self, lane: int, read: Read) -> None:
         error: BaseException | None = None
-        tensor, expert, offset, view, need, inner = read.slice
+        tensor, expert, (offset, view, need, shift) = read.slice
         got, start = 0, time.perf_counter()
         try:
-            self._arena.provide(inner, view)
+            self._slots.provide(view)
             got = self._reader.read(tensor.shard, offset, view, need)
+            if shift:
+                address = Pages.of(view).address
+                ctypes.memmove(address, address + shift, tensor.expert_bytes)
             self._bytes[lane] += got
             self._early_bytes[lane] += got if read.kind != "demand" else 0
             self._reads[lane] += 1

@@ -1,6 +1,6 @@
 """The expert source: hands a layer the experts it routes to, from memory or from disk.
 
-It joins the cache (which experts), the arena (where their bytes go) and the lanes (who reads
+It joins the cache (which experts), the slots (where their bytes go) and the lanes (who reads
 them). It knows layers, experts and projections; it does not know what a router is.
 """
 
@@ -11,12 +11,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from routeahead.experts.arena import Arena
 from routeahead.experts.cache import ExpertCache
 from routeahead.experts.guesses import Guess, Guesses
 from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
-from routeahead.experts.layout import ExpertTensor, ModelLayout, TensorInfo
+from routeahead.experts.layout import ModelLayout, TensorInfo
 from routeahead.experts.reader import Reader
+from routeahead.experts.slots import Place, Pool, Slots
 
 _DENSE_PIECE = 8 << 20  # bytes a read of dense weights
 
@@ -71,20 +75,24 @@ class Prefetch:
     useful: int = 0
 
 
-class _Slices(dict[int, Slice]):
-    """One projection's slices by expert, each computed when it is first asked for."""
+Bind = Callable[[str, int, int, int], None]
+"""(name of an expert tensor, address of its slice in slot 0, bytes from one slot to the next, number
+of slots): where products find it from now on."""
 
-    def __init__(self, tensor: ExpertTensor, arena: Arena) -> None:
-        super().__init__()
-        self.tensor, self._arena = tensor, arena
+_BOUND_STEP = 64  # slots by which tensors grow: each time, all of a pool's are told
 
-    def __missing__(self, expert: int) -> Slice:
-        tensor, arena = self.tensor, self._arena
-        start, end = tensor.slice_of(expert)
-        offset, view = arena.blocks(tensor.shard, start, end)
-        inner = arena.inner(tensor.shard, start, end)
-        found = self[expert] = Slice(tensor, expert, offset, view, end - offset, inner)
-        return found
+
+@dataclass
+class _Layer:
+    """
+    Attributes:
+        places: its tensors, in the order in which they are read.
+        slots: of each expert; -1 where it has none.
+    """
+
+    places: list[Place]
+    pool: Pool
+    slots: npt.NDArray[np.int32]
 
 
 class ExpertSource:
@@ -101,19 +109,20 @@ class ExpertSource:
     def __init__(
         self,
         layout: ModelLayout,
-        arena: Arena,
+        slots: Slots,
         reader: Reader,
         *,
         lanes: int,
+        bind: Bind,
     ) -> None:
-        self._tensors = layout.experts
-        self._by_layer: dict[int, list[_Slices]] = {}
-        for tensor in self._tensors:
-            self._by_layer.setdefault(tensor.layer, []).append(_Slices(tensor, arena))
-        self._arena = arena
-        self._layer_bytes = layout.layer_bytes()
+        self._layout, self._slots, self._bind = layout, slots, bind
+        self._layers: dict[int, _Layer] = {}
+        self._pools: list[tuple[Pool, Sequence[int]]] = []  # with the layers that share each
+        self._bound: dict[int, int] = {}  # layer → slots that its tensors were told of
+        self._laid_out = -1  # bytes of cache that the pools were made for
+        self._whole = False  # every expert has its slot, and it has the expert's number
         self.cache = ExpertCache(0, layout.bytes_by_layer())
-        self.lanes = Lanes(lanes, reader, arena)
+        self.lanes = Lanes(lanes, reader, slots)
         self._order: dict[str, int] = {}
         self._early: dict[int, Load] = {}  # by layer, from `read_early` until the layer asks
         self._guesses = Guesses()
@@ -123,23 +132,33 @@ class ExpertSource:
 
     def begin(self) -> None:
         """A batch is about to be evaluated. A second Ctrl-C may have cut `recover` short."""
-        if self._void:
+        if self._void or self._laid_out != self.cache.budget:
             self.recover()
+
+    @property
+    def complete(self) -> bool:
+        """Every expert is resident, in the slot of its own number."""
+        return self._whole and len(self.cache) == sum(len(of.slots) for of in self._layers.values())
+
+    def slots(self, layer: int, experts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """The slots of experts that were required."""
+        found: npt.NDArray[np.int32] = self._layers[layer].slots[experts]
+        return found
 
     def order_projections(self, order: Sequence[str]) -> None:
         """Reads are issued in the order in which the graph computes the projections."""
         self._order = {projection: place for place, projection in enumerate(order)}
-        for projections in self._by_layer.values():
-            projections.sort(key=lambda p: self._order.get(p.tensor.projection, 99))
+        for layer in self._layers.values():
+            self._sort(layer.places)
+
+    def _sort(self, places: list[Place]) -> None:
+        places.sort(key=lambda place: self._order.get(place.tensor.projection, 99))
 
     def require(self, layer: int, experts: Sequence[int]) -> Load | None:
         """Starts reading those of the distinct `experts` that are not resident.
 
         Returns what to wait for before computing with them, or None where all are resident.
         """
-        # Nothing that an earlier layer needed is in flight here, so every page is an entry's (early
-        # ones may still be on their way: they count as used), a guess's, or free.
-        self._arena.trim(max(0, self.cache.budget + self._layer_bytes - self.cache.used))
         outcome = self.cache.lookup(layer, experts)
         if outcome.victims:
             self._give(outcome.victims)
@@ -165,6 +184,8 @@ class ExpertSource:
         all of it until then. Without a cache there is nowhere to keep it, and nothing happens."""
         if not self.cache.budget:
             return
+        if self._laid_out != self.cache.budget:
+            self.recover()
         misses = self.cache.admit_early(layer, experts)
         if misses:
             self._early[layer], reads = self._prepare(layer, misses, "committed")
@@ -178,6 +199,8 @@ class ExpertSource:
             experts: likeliest first.
             limit: absent experts to read at most; None for all.
         """
+        if self._laid_out != self.cache.budget:
+            self.recover()
         absent = [e for e in experts if (layer, e) not in self.cache][:limit]
         reads: list[Read] = []
         for expert in absent:
@@ -187,7 +210,7 @@ class ExpertSource:
                 known.wanted = True
                 reads += known.take_revoked()
                 continue
-            made = [Read(p[expert], Ticket(1), "speculative") for p in self._by_layer[layer]]
+            made = [Read(one, Ticket(1), "speculative") for one in self._slices(layer, expert)]
             self._guesses.add(layer, expert, Guess(made))
             self.prefetch.issued += 1
             reads += made
@@ -208,7 +231,7 @@ class ExpertSource:
         found = {e: guess for e in misses if (guess := self._guesses.pop(layer, e)) and guess.begun}
         self.prefetch.completed += len(found) + self._guesses.pass_by(layer)
         self.prefetch.useful += len(found)
-        self._arena.give(self._guesses.sweep())
+        self._give(self._guesses.sweep())
         missing = [guess for guess in found.values() if not guess.landed]
         absent = [expert for expert in misses if expert not in found]
         if not absent and not missing:
@@ -241,11 +264,69 @@ class ExpertSource:
         self.lanes.submit(reads)
 
     def _give(self, victims: Sequence[tuple[int, int]]) -> None:
-        """Frees the pages of (layer, expert) keys. No read of theirs is in flight: what is being
+        """Frees the slots of (layer, expert) keys. No read of theirs is in flight: what is being
         read is part of the batch or protected."""
-        self._arena.give(
-            [slices[expert].inner for layer, expert in victims for slices in self._by_layer[layer]]
-        )
+        for layer, expert in victims:
+            of = self._layers[layer]
+            slot = int(of.slots[expert])
+            of.slots[expert] = -1
+            self._slots.forbid(of.pool.pages(slot))
+            if not self._whole:
+                of.pool.give(slot)
+
+    def _slices(self, layer: int, expert: int) -> list[Slice]:
+        """What is to be read of an expert. It gets a slot; one that was guessed has one."""
+        of = self._layers[layer]
+        slot = int(of.slots[expert])
+        if slot < 0:
+            slot = of.slots[expert] = expert if self._whole else self._take(layer, of.pool)
+        return [
+            Slice(place.tensor, expert, of.pool.target(place, expert, slot)) for place in of.places
+        ]
+
+    def _take(self, layer: int, pool: Pool) -> int:
+        before, slot = pool.count, pool.take()
+        if pool.count > before:
+            self._make_room(pool)
+            if pool.count > self._bound[layer]:
+                self._bind_slots(pool, pool.count + _BOUND_STEP)
+        return slot
+
+    def _make_room(self, pool: Pool) -> None:
+        """Where a prompt makes a pool grow beyond its part of the cache, the others give back what
+        an earlier layer of it made them take: one layer's experts may stand beside the cache.
+        What is read early may as well, and its slots are not given back to be taken again."""
+        held = sum(one.count * one.stride for one, _ in self._pools)
+        beside = self._layout.token_bytes() if self.prefetch.issued else 0
+        if held > self.cache.budget + self._layout.layer_bytes() + beside:
+            for one, _ in self._pools:
+                if one is not pool:
+                    one.shrink()
+
+    def _bind_slots(self, pool: Pool, count: int) -> None:
+        """Tells the tensors of a pool's layers where their slices are."""
+        for layer in next(layers for one, layers in self._pools if one is pool):
+            of = self._layers[layer]
+            # A product that runs after a fault still has the experts' numbers.
+            self._bound[layer] = bound = max(count, len(of.slots))
+            for tensor, start, phase in of.places:
+                self._bind(tensor.name, pool.address + start + phase, pool.stride, bound)
+
+    def _lay_out(self) -> None:
+        """Makes the pools, empty, for the cache as large as it is."""
+        layers = self._layout.moe_layers
+        self._whole = self.cache.budget >= self._layout.expert_bytes
+        parts = [[layer] for layer in layers] if self._whole else self.cache.parts
+        self._pools = list(zip(self._slots.share_out(parts), parts, strict=True))
+        self._laid_out = self.cache.budget
+        experts = {tensor.layer: tensor.n_expert for tensor in self._layout.experts}
+        for pool, of in self._pools:
+            for layer in of:
+                places = self._slots.places[layer]
+                self._sort(places)
+                slots = np.full(experts[layer], -1, np.int32)
+                self._layers[layer] = _Layer(places, pool, slots)
+            self._bind_slots(pool, 0)
 
     def _prepare(
         self, layer: int, experts: Sequence[int], kind: Kind = "demand"
@@ -253,9 +334,10 @@ class ExpertSource:
         load, reads = Load(layer, experts), list[Read]()
         if not experts:
             return load, reads
-        for slices in self._by_layer[layer]:
-            ticket = load.tickets[slices.tensor.projection] = Ticket(len(experts))
-            reads += [Read(slices[expert], ticket, kind) for expert in experts]
+        slices = [self._slices(layer, expert) for expert in experts]
+        for projection in zip(*slices, strict=True):
+            ticket = load.tickets[projection[0].tensor.projection] = Ticket(len(experts))
+            reads += [Read(one, ticket, kind) for one in projection]
         return load, reads
 
     def wait(self, load: Load, projection: str | None = None) -> None:
@@ -284,7 +366,7 @@ class ExpertSource:
 
     def expose(self) -> None:
         """The result is void: let whatever the graph still runs read anything."""
-        self._arena.unpoison()
+        self._slots.expose()
 
     def recover(self) -> None:
         """After a fault: waits for the lanes, forgets every expert, and starts empty.
@@ -297,7 +379,7 @@ class ExpertSource:
         self._early.clear()
         self._guesses.clear()
         self.cache.clear()
-        self._arena.reset(self._tensors)
+        self._lay_out()
         self._void = False
 
     def close(self) -> None:
@@ -329,8 +411,8 @@ def read_dense(
 
     def read(piece: tuple[int, int, int]) -> int:
         shard, start, end = piece
-        offset, _ = arena.blocks(shard, start, end)
-        reader.read(shard, offset, arena.expose(shard, start, end), end - offset)
+        offset, view = arena.expose(shard, start, end)
+        reader.read(shard, offset, view, end - offset)
         return end - start
 
     with ThreadPoolExecutor(threads, thread_name_prefix="dense") as pool:

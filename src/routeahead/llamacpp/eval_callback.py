@@ -7,6 +7,7 @@ Order of events in a layer, as llama.cpp runs it:
    `Observer.final_weights(weights)`. Which node that is differs between architectures: it is what
    `ffn_moe_weighted-L` multiplies the experts' outputs by. The first graph shows it; until then,
    and where it is computed after the first product, nothing is dropped.
+   In between, whoever decides has told `GraphHook.use_slots` in which slots the experts are.
 3. A product over experts (MUL_MAT_ID) is *about to run*, while reads are pending →
    `Observer.product(...)` must return only once its bytes are there. Whether more products of the
    layer have reads pending decides if the graph stops after this one; otherwise llama.cpp would
@@ -33,9 +34,17 @@ from routeahead.llamacpp.node_filter import (
     CALLBACK,
     CALLS,
     FAULT,
+    MAX_POINTED,
     NAME_WORDS,
     PENDING,
+    POINTED,
+    PRODUCTS,
+    RESTED,
+    RESTING,
     ROUTED,
+    SLOT_IDS,
+    SLOTS_BEGIN,
+    SLOTS_END,
     TOPK_PREFIX,
     TRACING,
     WEIGHTS,
@@ -46,6 +55,8 @@ from routeahead.llamacpp.router_input import GateTap
 
 _WEIGHTED_PREFIX = b"ffn_moe_weighted"
 _WEIGHTS_PREFIX = b"ffn_moe_weights"
+
+_TENSOR_BYTES = 512  # more than any ggml's tensor struct; what lies behind its name stays zero
 
 _StopFunction = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p, ctypes.c_int8)
 
@@ -111,6 +122,12 @@ class GraphHook:
         self._stop = _StopFunction(self._on_stop)
         self._state[CALLBACK] = ctypes.cast(self._stop, ctypes.c_void_p).value or 0
         self._layers: dict[bytes, int] = {}  # node name → layer
+        self._slot_tensor: Any = (ctypes.c_char * _TENSOR_BYTES)()
+        self._slot_ids = ggml.Tensor.from_buffer(self._slot_tensor)
+        self._slot_ids.type, self._slot_ids.nb[0] = ggml.type_code("I32"), 4
+        self._slot_ids.ne[:] = (0, 0, 1, 1)
+        self._slots = np.empty(0, np.int32)  # what it shows
+        self._state[SLOT_IDS] = ctypes.addressof(self._slot_tensor)
         self.fault: BaseException | None = None
         self._tap: GateTap | None = None
         self._topk = 0  # address of the last top-k
@@ -144,6 +161,36 @@ class GraphHook:
         self._unweighed = set(weighing)
         self._state[TRACING] = tracing or bool(weighing)
 
+    def serve_slots(self, begin: int, end: int) -> None:
+        """Products over weights whose data lie in this range of addresses are given the slots of
+        the experts, and not the experts."""
+        self._state[SLOTS_BEGIN], self._state[SLOTS_END] = begin, end
+
+    def use_slots(self, slots: npt.NDArray[np.int32]) -> None:
+        """`slots` (rows, top-k) are those of the experts of the routing that is being handled.
+
+        Nothing still reads the former routing's: the graph runs a layer's products before the next
+        layer's top-k, which the stop came after.
+        """
+        rows, columns = slots.shape
+        tensor = self._slot_ids
+        if slots.size > self._slots.size:
+            self._slots = np.empty(slots.size, np.int32)
+            tensor.data = self._slots.ctypes.data
+        self._slots[: slots.size] = slots.ravel()
+        if (tensor.ne[0], tensor.ne[1]) != (columns, rows):
+            tensor.ne[:2] = (columns, rows)
+            tensor.nb[1:] = (4 * columns, 4 * columns * rows, 4 * columns * rows)
+
+    def rest(self, resting: bool) -> None:
+        """While `resting`, the graph never stops and products use the experts' numbers."""
+        self._state[RESTING], self._state[RESTED] = resting, 0
+
+    @property
+    def rested(self) -> int:
+        """Experts that rows were routed to since `rest`, in all layers."""
+        return int(self._state[RESTED])
+
     def tap_gates(self, layers: Sequence[int]) -> GateTap:
         """From now on `Observer.routed` is given the gates' inputs."""
         self._tap = GateTap(self._state, layers)
@@ -158,6 +205,8 @@ class GraphHook:
 
     def begin(self) -> None:
         """Before a decode: no top-k has been seen, nothing has gone wrong."""
+        self._point_back()
+        self.rest(False)
         self.fault = None
         self._state[PENDING] = self._state[ROUTED] = self._state[FAULT] = self._state[WEIGHTS] = 0
 
@@ -167,9 +216,18 @@ class GraphHook:
         Raises:
             BaseException: whatever went wrong inside it; its logits are those of an older token.
         """
+        self._point_back()
         if self._state[FAULT]:
             # Without a recorded fault the callback itself was cut short: only a signal does that.
             raise self.fault or KeyboardInterrupt
+
+    def _point_back(self) -> None:
+        """What the filter does at each stop, for the products behind the last one."""
+        for index in range(int(self._state[POINTED])):
+            product = ggml.tensor_at(int(self._state[PRODUCTS + index]))
+            if product.src[2] == self._state[SLOT_IDS]:
+                product.src[2] = int(self._state[ROUTED])
+        self._state[POINTED] = 0
 
     def _on_stop(self, address: int, ask: int) -> int:
         try:
@@ -234,7 +292,7 @@ class GraphHook:
         weights = tensor.src[0]
         if not self._observer.streams(weights):
             return 0
-        if tensor.src[2] != self._state[ROUTED]:
+        if tensor.src[2] != self._state[ROUTED] or self._state[POINTED] == MAX_POINTED:
             raise StreamError(
                 f"{tensor.name.decode()} uses experts that no top-k announced: "
                 "this architecture cannot be streamed; run it with --resident"

@@ -15,6 +15,12 @@ The filter is also the gate against the worst bug, a token computed from bytes t
 arrived: a product over experts whose ids are not those of the last top-k that Python has handled,
 or a Python call that did not come back, raises FAULT, and the graph stops at the next node.
 
+Experts live in slots, and products must be given slot numbers where the graph has expert numbers.
+Others read the same ids, before and after (weights, biases, scales): so the ids stay as they are,
+and each product over streamed experts is pointed at a tensor of slot numbers, which Python fills
+in, when llama.cpp asks about it, which is before it runs. At the next stop it has run, and gets its
+own ids back: llama.cpp uses a graph again, and the check above is made anew.
+
 Under route-ahead it also proves that a gate's input can be read at the top-k: GATE is the gate
 matrix of the next layer; when its product is asked for, the input's address range is noted, and
 every later node of the layer that would write into that range sets DAMAGED. llama.cpp asks for all
@@ -49,7 +55,15 @@ DAMAGED = 10  # a node after the product writes into it
 STOP_AT_GATE = 11  # stop after the gate product, because the top-k is too late
 WEIGHTS = 12  # name of the layer's last weights node, as many words as a name has; 0: not wanted
 WEIGHTS_MASK = 20  # masks what may stand behind the end of that name, word by word
-STATE_WORDS = 28
+SLOT_IDS = 28  # address of the tensor of slot numbers
+SLOTS_BEGIN = 29  # tensors whose data lie between these addresses are read by slot
+SLOTS_END = 30
+RESTING = 31  # every expert is in the slot of its number, and nobody wants a stop
+RESTED = 32  # experts that were used meanwhile, in all rows and layers
+POINTED = 33  # products that are pointed at the slot numbers
+PRODUCTS = 34  # their addresses
+MAX_POINTED = 8
+STATE_WORDS = PRODUCTS + MAX_POINTED
 
 _MUL, _MUL_MAT, _MUL_MAT_ID = (ggml.op_code(name) for name in ("MUL", "MUL_MAT", "MUL_MAT_ID"))
 _VIEW, _RESHAPE, _PERMUTE, _TRANSPOSE = (
@@ -93,6 +107,16 @@ def _pointer(_typing: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
+@intrinsic
+def _address(_typing: Any, pointer: Any) -> Any:
+    """A pointer as a number."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.ptrtoint(arguments[0], ir.IntType(64))
+
+    return types.int64(types.voidptr), generate
+
+
 @numba.njit
 def _end(words: Any) -> Any:
     """One past the last byte of a tensor's data, wherever its rows lie."""
@@ -126,6 +150,26 @@ def _ends_weights(state: Any, words: Any) -> Any:
     return True
 
 
+@numba.njit
+def _point_at_slots(state: Any, tensor: Any, words: Any) -> Any:
+    """Asked about a product whose ids are those of the last top-k that Python has handled."""
+    weights = carray(_pointer(words[_SRC_WORD]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+    if state[SLOTS_BEGIN] <= weights[_DATA_WORD] < state[SLOTS_END]:
+        words[_IDS_WORD] = state[SLOT_IDS]
+        state[PRODUCTS + state[POINTED]] = _address(tensor)  # type: ignore[call-arg]
+        state[POINTED] += 1
+
+
+@numba.njit
+def _point_back(state: Any) -> Any:
+    """The products have run. A graph that was built anew in their memory is left alone."""
+    for index in range(state[POINTED]):
+        words = carray(_pointer(state[PRODUCTS + index]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+        if words[_IDS_WORD] == state[SLOT_IDS]:
+            words[_IDS_WORD] = state[ROUTED]
+    state[POINTED] = 0
+
+
 @functools.cache
 def compiled() -> Any:
     """The filter as a numba cfunc `bool (ggml_tensor *, bool ask, int64 *state)`."""
@@ -137,13 +181,21 @@ def compiled() -> Any:
             return ask  # asked: stop here; stopped: end the graph
         words = carray(tensor, (_TENSOR_WORDS,), dtype=np.int64)
         op, first, second = words[_OP_WORD] & 0xFFFFFFFF, words[_NAME_WORD], words[_NAME_WORD + 1]
+        topk = second & _TOPK_MASK == _TOPK_TAIL
+        if state[RESTING] != 0:
+            if ask and first == _PREFIX and topk:
+                state[RESTED] += words[_NE_WORD] * words[_NE_WORD + 1]
+            return not ask
+        if not ask:
+            _point_back(state)
         if op == _MUL_MAT_ID:
             if not ask:
                 return True  # the stop was for what comes next
-            if state[PENDING] == 0 and words[_IDS_WORD] == state[ROUTED]:
+            known = words[_IDS_WORD] == state[ROUTED] and state[POINTED] < MAX_POINTED
+            if state[PENDING] == 0 and known:
+                _point_at_slots(state, tensor, words)
                 return False
         elif ask:
-            topk = second & _TOPK_MASK == _TOPK_TAIL
             weighted = state[TRACING] != 0 and op == _MUL and second == _WEIGHTED
             at_gate = state[GATE] != 0 and _watch_gate(state, words, op)
             weighed = state[WEIGHTS] != 0 and _ends_weights(state, words)
@@ -154,6 +206,8 @@ def compiled() -> Any:
         if state[ACK] == 0:
             state[FAULT] = 1
             return ask
+        if op == _MUL_MAT_ID and words[_IDS_WORD] == state[ROUTED]:
+            _point_at_slots(state, tensor, words)
         return answer != 0
 
     return graph_filter
