@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -12,10 +11,10 @@ import numpy.typing as npt
 import pytest
 
 from routeahead import SettingsError
-from routeahead.experts.arena import Arena, Pages
 from routeahead.experts.cache import ExpertCache
 from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
-from routeahead.experts.layout import BLOCK, ExpertTensor, Shard
+from routeahead.experts.layout import BLOCK, ExpertTensor
+from routeahead.experts.slots import Slots, Target
 from routeahead.llamacpp import ggml
 from routeahead.llamacpp.router_product import Gate, Precision
 from routeahead.policies.route_ahead import RouteAhead
@@ -262,13 +261,13 @@ def reads(layer: int, *offsets: int, kind: Kind = "demand") -> tuple[list[Read],
     tensor = ExpertTensor("t", layer, "up", "F32", 8, 0, 0, BLOCK)
     ticket = Ticket(len(offsets))
     view = memoryview(bytearray(BLOCK))
-    slices = [Slice(tensor, o, o * BLOCK, view, BLOCK, Pages(0, 0)) for o in offsets]
+    slices = [Slice(tensor, o, Target(o * BLOCK, view, BLOCK, 0)) for o in offsets]
     return [Read(one, ticket, kind) for one in slices], ticket
 
 
 def test_demand_goes_first_and_a_layer_adopts_its_own() -> None:
     reader = Gated()
-    lanes = Lanes(1, reader, Arena([Shard(Path("none"), BLOCK)]))
+    lanes = Lanes(1, reader, Slots([]))
     (of_five, five), (of_six, six) = (
         reads(5, 1, 2, 3, kind="committed"),
         reads(6, 4, kind="committed"),
@@ -293,7 +292,7 @@ def test_demand_goes_first_and_a_layer_adopts_its_own() -> None:
 
 def test_drain_waits_for_what_is_in_flight_and_cancels_the_rest() -> None:
     reader = Gated()
-    lanes = Lanes(2, reader, Arena([Shard(Path("none"), BLOCK)]))
+    lanes = Lanes(2, reader, Slots([]))
     queued, ticket = reads(5, 1, 2, 3, 4, kind="committed")
     lanes.submit(queued, "committed")
     for _ in range(2):

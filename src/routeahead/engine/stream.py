@@ -65,8 +65,10 @@ class Stream:
             self.steering.probe.begin(phase)
         if self._log and position == 0:
             self._log.turn()
+        self._graph.serve_slots(*self.source.slot_range)
         idle = not any(vars(self.steering).values()) and self._log is None
-        self._graph.rest(phase == "decode" and idle and self.source.complete)
+        if phase == "decode" and idle and self.source.settled is not None:
+            self._graph.rest(self.source.settled)
 
     def end(self) -> None:
         """The batch was evaluated."""

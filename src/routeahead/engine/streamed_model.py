@@ -111,7 +111,6 @@ class StreamedModel:
         else:
             self._map_dense()
         slots = Slots(layout.experts, poison=self._poison)
-        self.hook.serve_slots(slots.range.address, slots.range.address + slots.range.nbytes)
         source = ExpertSource(
             layout,
             slots,

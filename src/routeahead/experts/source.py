@@ -76,8 +76,8 @@ class Prefetch:
 
 
 Bind = Callable[[str, int, int, int], None]
-"""(name of an expert tensor, address of its slice in slot 0, bytes from one slot to the next, number
-of slots): where products find it from now on."""
+"""(expert tensor's name, address of its slice in slot 0, bytes from one slot to the next, number of
+slots): where products find it from now on."""
 
 _BOUND_STEP = 64  # slots by which tensors grow: each time, all of a pool's are told
 
@@ -104,7 +104,12 @@ class ExpertSource:
         stall_s: seconds the evaluation thread waited for bytes.
         adopt_s: the part of it spent on reads that were begun early.
         prefetch: what became of those.
+        settled: (layers, n_expert), where all experts fit: which of them have been used with no
+            read in flight, so that they are here for good. None where they do not all fit. With
+            all of them here, each has the slot of its own number.
     """
+
+    settled: npt.NDArray[np.bool_] | None = None
 
     def __init__(
         self,
@@ -120,7 +125,6 @@ class ExpertSource:
         self._pools: list[tuple[Pool, Sequence[int]]] = []  # with the layers that share each
         self._bound: dict[int, int] = {}  # layer → slots that its tensors were told of
         self._laid_out = -1  # bytes of cache that the pools were made for
-        self._whole = False  # every expert has its slot, and it has the expert's number
         self.cache = ExpertCache(0, layout.bytes_by_layer())
         self.lanes = Lanes(lanes, reader, slots)
         self._order: dict[str, int] = {}
@@ -136,9 +140,11 @@ class ExpertSource:
             self.recover()
 
     @property
-    def complete(self) -> bool:
-        """Every expert is resident, in the slot of its own number."""
-        return self._whole and len(self.cache) == sum(len(of.slots) for of in self._layers.values())
+    def slot_range(self) -> tuple[int, int]:
+        """First address of all slots and the one behind the last; nothing where slots have the
+        numbers of their experts."""
+        address, nbytes = self._slots.range
+        return (0, 0) if self.settled is not None else (address, address + nbytes)
 
     def slots(self, layer: int, experts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The slots of experts that were required."""
@@ -167,6 +173,8 @@ class ExpertSource:
             return self._adopt(early, experts, outcome.misses)
         if self._guesses:
             return self._redeem(layer, outcome.misses)
+        if self.settled is not None:
+            self.settled[layer, list(set(experts).difference(outcome.misses))] = True
         if not outcome.misses:
             return None
         load, reads = self._prepare(layer, outcome.misses)
@@ -271,7 +279,7 @@ class ExpertSource:
             slot = int(of.slots[expert])
             of.slots[expert] = -1
             self._slots.forbid(of.pool.pages(slot))
-            if not self._whole:
+            if self.settled is None:
                 of.pool.give(slot)
 
     def _slices(self, layer: int, expert: int) -> list[Slice]:
@@ -279,7 +287,9 @@ class ExpertSource:
         of = self._layers[layer]
         slot = int(of.slots[expert])
         if slot < 0:
-            slot = of.slots[expert] = expert if self._whole else self._take(layer, of.pool)
+            slot = of.slots[expert] = (
+                expert if self.settled is not None else self._take(layer, of.pool)
+            )
         return [
             Slice(place.tensor, expert, of.pool.target(place, expert, slot)) for place in of.places
         ]
@@ -315,8 +325,10 @@ class ExpertSource:
     def _lay_out(self) -> None:
         """Makes the pools, empty, for the cache as large as it is."""
         layers = self._layout.moe_layers
-        self._whole = self.cache.budget >= self._layout.expert_bytes
-        parts = [[layer] for layer in layers] if self._whole else self.cache.parts
+        whole = self.cache.budget >= self._layout.expert_bytes
+        size = (max(layers) + 1, self._layout.n_expert)
+        self.settled = np.zeros(size, np.bool_) if whole else None
+        parts = [[layer] for layer in layers] if whole else self.cache.parts
         self._pools = list(zip(self._slots.share_out(parts), parts, strict=True))
         self._laid_out = self.cache.budget
         experts = {tensor.layer: tensor.n_expert for tensor in self._layout.experts}

@@ -42,6 +42,8 @@ from routeahead.llamacpp.node_filter import (
     RESTED,
     RESTING,
     ROUTED,
+    SETTLED,
+    SETTLED_WIDTH,
     SLOT_IDS,
     SLOTS_BEGIN,
     SLOTS_END,
@@ -166,6 +168,14 @@ class GraphHook:
         the experts, and not the experts."""
         self._state[SLOTS_BEGIN], self._state[SLOTS_END] = begin, end
 
+    def rest(self, settled: npt.NDArray[np.bool_]) -> None:
+        """For this batch, routings to experts that are `settled` (layers, n_expert) are nobody's
+        business; where all are, the graph does not even stop."""
+        self._state[SETTLED] = settled.ctypes.data
+        self._state[SETTLED_WIDTH] = settled.shape[1]
+        self._state[RESTING] = settled.all()
+        self._settled = settled  # keeps it alive
+
     def use_slots(self, slots: npt.NDArray[np.int32]) -> None:
         """`slots` (rows, top-k) are those of the experts of the routing that is being handled.
 
@@ -182,13 +192,9 @@ class GraphHook:
             tensor.ne[:2] = (columns, rows)
             tensor.nb[1:] = (4 * columns, 4 * columns * rows, 4 * columns * rows)
 
-    def rest(self, resting: bool) -> None:
-        """While `resting`, the graph never stops and products use the experts' numbers."""
-        self._state[RESTING], self._state[RESTED] = resting, 0
-
     @property
     def rested(self) -> int:
-        """Experts that rows were routed to since `rest`, in all layers."""
+        """Experts that rows of this batch were routed to without a call to the observer."""
         return int(self._state[RESTED])
 
     def tap_gates(self, layers: Sequence[int]) -> GateTap:
@@ -206,7 +212,7 @@ class GraphHook:
     def begin(self) -> None:
         """Before a decode: no top-k has been seen, nothing has gone wrong."""
         self._point_back()
-        self.rest(False)
+        self._state[SETTLED] = self._state[RESTING] = self._state[RESTED] = 0
         self.fault = None
         self._state[PENDING] = self._state[ROUTED] = self._state[FAULT] = self._state[WEIGHTS] = 0
 

@@ -5,7 +5,8 @@ Asked in Python, that would take the GIL as often, and one busy thread beside it
 take wait. So the question is answered here in machine code (numba), and Python runs only where
 there is something to decide:
 
-* after a layer's top-k was computed: its experts are known;
+* after a layer's top-k was computed: its experts are known (unless all experts fit in memory, these
+  have been there before, and nobody else wants to know);
 * before a product over experts whose bytes are still being read;
 * for a trace, after the experts' outputs were weighted;
 * under route-ahead, after a gate product whose input does not survive until the top-k;
@@ -58,10 +59,12 @@ WEIGHTS_MASK = 20  # masks what may stand behind the end of that name, word by w
 SLOT_IDS = 28  # address of the tensor of slot numbers
 SLOTS_BEGIN = 29  # tensors whose data lie between these addresses are read by slot
 SLOTS_END = 30
-RESTING = 31  # every expert is in the slot of its number, and nobody wants a stop
-RESTED = 32  # experts that were used meanwhile, in all rows and layers
-POINTED = 33  # products that are pointed at the slot numbers
-PRODUCTS = 34  # their addresses
+SETTLED = 31  # bytes (layer, expert): it is in memory for good; 0: Python wants every routing
+SETTLED_WIDTH = 32  # experts of a layer there
+RESTING = 33  # all are: the graph need not stop
+RESTED = 34  # experts that rows were routed to without a call into Python
+POINTED = 35  # products that are pointed at the slot numbers
+PRODUCTS = 36  # their addresses
 MAX_POINTED = 8
 STATE_WORDS = PRODUCTS + MAX_POINTED
 
@@ -156,7 +159,7 @@ def _point_at_slots(state: Any, tensor: Any, words: Any) -> Any:
     weights = carray(_pointer(words[_SRC_WORD]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
     if state[SLOTS_BEGIN] <= weights[_DATA_WORD] < state[SLOTS_END]:
         words[_IDS_WORD] = state[SLOT_IDS]
-        state[PRODUCTS + state[POINTED]] = _address(tensor)  # type: ignore[call-arg]
+        state[PRODUCTS + state[POINTED]] = _address(tensor)
         state[POINTED] += 1
 
 
@@ -170,6 +173,63 @@ def _point_back(state: Any) -> Any:
     state[POINTED] = 0
 
 
+@numba.njit
+def _is_settled(state: Any, words: Any) -> Any:
+    """Whether all experts of this top-k are in memory for good."""
+    layer = 0
+    for shift in (40, 48, 56):  # the digits behind `ffn_moe_topk-`
+        digit = (words[_NAME_WORD + 1] >> shift & 0xFF) - 48
+        if digit < 0 or digit > 9:
+            break
+        layer = 10 * layer + digit
+    settled = state[SETTLED] + layer * state[SETTLED_WIDTH]
+    for row in range(words[_NE_WORD + 1]):
+        address = words[_DATA_WORD] + row * words[_NB_WORD + 1]
+        ids = carray(_pointer(address), (words[_NE_WORD],), dtype=np.int32)  # type: ignore[call-arg]
+        for slot in range(words[_NE_WORD]):
+            if carray(_pointer(settled + ids[slot]), (1,), dtype=np.int8)[0] == 0:
+                return False
+    return True
+
+
+_TO_PYTHON = -1
+
+
+@numba.njit
+def _asked(state: Any, tensor: Any, words: Any, op: Any) -> Any:
+    """Whether to stop after the node, 0 or 1, or that Python must say so."""
+    first, second = words[_NAME_WORD], words[_NAME_WORD + 1]
+    topk = first == _PREFIX and second & _TOPK_MASK == _TOPK_TAIL
+    if state[RESTING] != 0:
+        if topk:
+            state[RESTED] += words[_NE_WORD] * words[_NE_WORD + 1]
+        return 0
+    if op == _MUL_MAT_ID:
+        known = words[_IDS_WORD] == state[ROUTED] and state[POINTED] < MAX_POINTED
+        if state[PENDING] != 0 or not known:
+            return _TO_PYTHON
+        _point_at_slots(state, tensor, words)
+        return 0
+    weighted = state[TRACING] != 0 and op == _MUL and first == _PREFIX and second == _WEIGHTED
+    at_gate = state[GATE] != 0 and _watch_gate(state, words, op)
+    weighed = state[WEIGHTS] != 0 and _ends_weights(state, words)
+    return 1 if at_gate or weighed or topk or weighted else 0
+
+
+@numba.njit
+def _stopped(state: Any, tensor: Any, words: Any, op: Any) -> Any:
+    """Whether to go on after the stop, 0 or 1, or that Python must say so."""
+    _point_back(state)
+    if op == _MUL_MAT_ID:
+        return 1  # the stop was for what comes next
+    topk = words[_NAME_WORD] == _PREFIX and words[_NAME_WORD + 1] & _TOPK_MASK == _TOPK_TAIL
+    if topk and state[SETTLED] != 0 and _is_settled(state, words):
+        state[RESTED] += words[_NE_WORD] * words[_NE_WORD + 1]
+        state[ROUTED], state[PENDING] = _address(tensor), 0  # type: ignore[call-arg]
+        return 1
+    return _TO_PYTHON
+
+
 @functools.cache
 def compiled() -> Any:
     """The filter as a numba cfunc `bool (ggml_tensor *, bool ask, int64 *state)`."""
@@ -180,26 +240,10 @@ def compiled() -> Any:
         if state[FAULT] != 0:
             return ask  # asked: stop here; stopped: end the graph
         words = carray(tensor, (_TENSOR_WORDS,), dtype=np.int64)
-        op, first, second = words[_OP_WORD] & 0xFFFFFFFF, words[_NAME_WORD], words[_NAME_WORD + 1]
-        topk = second & _TOPK_MASK == _TOPK_TAIL
-        if state[RESTING] != 0:
-            if ask and first == _PREFIX and topk:
-                state[RESTED] += words[_NE_WORD] * words[_NE_WORD + 1]
-            return not ask
-        if not ask:
-            _point_back(state)
-        if op == _MUL_MAT_ID:
-            if not ask:
-                return True  # the stop was for what comes next
-            known = words[_IDS_WORD] == state[ROUTED] and state[POINTED] < MAX_POINTED
-            if state[PENDING] == 0 and known:
-                _point_at_slots(state, tensor, words)
-                return False
-        elif ask:
-            weighted = state[TRACING] != 0 and op == _MUL and second == _WEIGHTED
-            at_gate = state[GATE] != 0 and _watch_gate(state, words, op)
-            weighed = state[WEIGHTS] != 0 and _ends_weights(state, words)
-            return at_gate or weighed or (first == _PREFIX and (topk or weighted))
+        op = words[_OP_WORD] & 0xFFFFFFFF
+        known = _asked(state, tensor, words, op) if ask else _stopped(state, tensor, words, op)
+        if known != _TO_PYTHON:
+            return known != 0
         state[ACK] = 0
         state[CALLS] += 1
         answer: Any = _call(state[CALLBACK], tensor, types.int8(ask))  # type: ignore[call-arg]
