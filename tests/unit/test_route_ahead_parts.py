@@ -14,7 +14,7 @@ from routeahead import SettingsError
 from routeahead.experts.cache import ExpertCache
 from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
 from routeahead.experts.layout import BLOCK, ExpertTensor
-from routeahead.experts.slots import Slots, Target
+from routeahead.experts.slots import Slots
 from routeahead.llamacpp import ggml
 from routeahead.llamacpp.router_product import Gate, Precision
 from routeahead.policies.route_ahead import RouteAhead
@@ -260,8 +260,9 @@ class Gated:
 def reads(layer: int, *offsets: int, kind: Kind = "demand") -> tuple[list[Read], Ticket]:
     tensor = ExpertTensor("t", layer, "up", "F32", 8, 0, 0, BLOCK)
     ticket = Ticket(len(offsets))
-    view = memoryview(bytearray(BLOCK))
-    slices = [Slice(tensor, o, Target(o * BLOCK, view, BLOCK, 0)) for o in offsets]
+    slots = Slots([tensor])
+    (pool,) = slots.share_out([[layer]])
+    slices = [Slice(slots.places[layer][0], o, pool, 0) for o in offsets]
     return [Read(one, ticket, kind) for one in slices], ticket
 
 

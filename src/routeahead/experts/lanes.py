@@ -33,7 +33,7 @@ from routeahead.errors import ReadError
 from routeahead.experts.arena import Pages
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.reader import Reader
-from routeahead.experts.slots import Slots, Target
+from routeahead.experts.slots import Place, Pool, Slots
 
 Kind = Literal["demand", "committed", "speculative"]
 
@@ -77,11 +77,16 @@ class Ticket:
 
 
 class Slice(NamedTuple):
-    """One expert's part of one projection, and the part of a slot that it is read into."""
+    """One expert's part of one projection, and the slot that it is read into."""
 
-    tensor: ExpertTensor
+    place: Place
     expert: int
-    target: Target
+    pool: Pool
+    slot: int
+
+    @property
+    def tensor(self) -> ExpertTensor:
+        return self.place.tensor
 
 
 class Read:
@@ -228,9 +233,10 @@ class Lanes:
 
     def _run(self, lane: int, read: Read) -> None:
         error: BaseException | None = None
-        tensor, expert, (offset, view, need, shift) = read.slice
-        got, start = 0, time.perf_counter()
+        place, expert, pool, slot = read.slice
+        tensor, offset, got, start = place.tensor, 0, 0, time.perf_counter()
         try:
+            offset, view, need, shift = pool.target(place, expert, slot)
             self._slots.provide(view)
             got = self._reader.read(tensor.shard, offset, view, need)
             if shift:

@@ -218,7 +218,9 @@ class ExpertSource:
                 known.wanted = True
                 reads += known.take_revoked()
                 continue
-            made = [Read(one, Ticket(1), "speculative") for one in self._slices(layer, expert)]
+            of, slot = self._layers[layer], self._slot(layer, expert)
+            slices = [Slice(place, expert, of.pool, slot) for place in of.places]
+            made = [Read(one, Ticket(1), "speculative") for one in slices]
             self._guesses.add(layer, expert, Guess(made))
             self.prefetch.issued += 1
             reads += made
@@ -282,17 +284,14 @@ class ExpertSource:
             if self.settled is None:
                 of.pool.give(slot)
 
-    def _slices(self, layer: int, expert: int) -> list[Slice]:
-        """What is to be read of an expert. It gets a slot; one that was guessed has one."""
+    def _slot(self, layer: int, expert: int) -> int:
+        """Where an expert is to be read into. One that was guessed has a slot already."""
         of = self._layers[layer]
         slot = int(of.slots[expert])
         if slot < 0:
-            slot = of.slots[expert] = (
-                expert if self.settled is not None else self._take(layer, of.pool)
-            )
-        return [
-            Slice(place.tensor, expert, of.pool.target(place, expert, slot)) for place in of.places
-        ]
+            slot = expert if self.settled is not None else self._take(layer, of.pool)
+            of.slots[expert] = slot
+        return slot
 
     def _take(self, layer: int, pool: Pool) -> int:
         before, slot = pool.count, pool.take()
@@ -346,10 +345,11 @@ class ExpertSource:
         load, reads = Load(layer, experts), list[Read]()
         if not experts:
             return load, reads
-        slices = [self._slices(layer, expert) for expert in experts]
-        for projection in zip(*slices, strict=True):
-            ticket = load.tickets[projection[0].tensor.projection] = Ticket(len(experts))
-            reads += [Read(one, ticket, kind) for one in projection]
+        of = self._layers[layer]
+        slots = [(expert, self._slot(layer, expert)) for expert in experts]
+        for place in of.places:
+            ticket = load.tickets[place.tensor.projection] = Ticket(len(experts))
+            reads += [Read(Slice(place, e, of.pool, slot), ticket, kind) for e, slot in slots]
         return load, reads
 
     def wait(self, load: Load, projection: str | None = None) -> None:
