@@ -17,10 +17,11 @@ from routeahead.engine.policies import steer
 from routeahead.engine.stream import Stream
 from routeahead.errors import ModelError, SettingsError
 from routeahead.experts.arena import Arena
+from routeahead.experts.dense import dense_runs, read_dense
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader, Throttled
 from routeahead.experts.slots import Slots
-from routeahead.experts.source import ExpertSource, dense_runs, read_dense
+from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp.eval_callback import GraphHook
 from routeahead.llamacpp.placement import Placement
 from routeahead.telemetry.recorder import NOTHING, Outputs, Recorder

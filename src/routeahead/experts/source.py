@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from routeahead.experts.arena import Arena
 from routeahead.experts.cache import ExpertCache
 from routeahead.experts.guesses import Guess, Guesses
 from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
-from routeahead.experts.layout import ModelLayout, TensorInfo
+from routeahead.experts.layout import ModelLayout
 from routeahead.experts.reader import Reader
 from routeahead.experts.slots import Place, Pool, Slots
-
-_DENSE_PIECE = 8 << 20  # bytes a read of dense weights
 
 
 @dataclass
@@ -326,7 +322,7 @@ class ExpertSource:
         layers = self._layout.moe_layers
         whole = self.cache.budget >= self._layout.expert_bytes
         size = (max(layers) + 1, self._layout.n_expert)
-        self.settled = np.zeros(size, np.bool_) if whole else None
+        self.settled = np.ones(size, np.bool_) if whole else None  # of layers without experts too
         parts = [[layer] for layer in layers] if whole else self.cache.parts
         self._pools = list(zip(self._slots.share_out(parts), parts, strict=True))
         self._laid_out = self.cache.budget
@@ -335,6 +331,8 @@ class ExpertSource:
             for layer in of:
                 places = self._slots.places[layer]
                 self._sort(places)
+                if self.settled is not None:
+                    self.settled[layer, : experts[layer]] = False
                 slots = np.full(experts[layer], -1, np.int32)
                 self._layers[layer] = _Layer(places, pool, slots)
             self._bind_slots(pool, 0)
@@ -396,51 +394,3 @@ class ExpertSource:
 
     def close(self) -> None:
         self.lanes.close()
-
-
-def read_dense(
-    tensors: Sequence[TensorInfo],
-    arena: Arena,
-    reader: Reader,
-    *,
-    threads: int = 4,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Reads the dense weights into the arena.
-
-    Args:
-        progress: called with (bytes done, bytes in all).
-
-    Raises:
-        ReadError: a read failed.
-    """
-    pieces = [
-        (shard, at, min(at + _DENSE_PIECE, end))
-        for shard, start, end in dense_runs(tensors)
-        for at in range(start, end, _DENSE_PIECE)
-    ]
-    total, done = sum(end - start for _, start, end in pieces), 0
-
-    def read(piece: tuple[int, int, int]) -> int:
-        shard, start, end = piece
-        offset, view = arena.expose(shard, start, end)
-        reader.read(shard, offset, view, end - offset)
-        return end - start
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="dense") as pool:
-        for nbytes in pool.map(read, pieces):
-            done += nbytes
-            if progress:
-                progress(done, total)
-
-
-def dense_runs(tensors: Sequence[TensorInfo]) -> list[tuple[int, int, int]]:
-    """Joins tensors that lie next to each other: (shard, start, end) in bytes."""
-    runs: list[tuple[int, int, int]] = []
-    for tensor in sorted(tensors, key=lambda t: (t.shard, t.offset)):
-        end = tensor.offset + tensor.nbytes
-        if runs and runs[-1][0] == tensor.shard and tensor.offset - runs[-1][2] < 4096:
-            runs[-1] = (tensor.shard, runs[-1][1], end)
-        else:
-            runs.append((tensor.shard, tensor.offset, end))
-    return runs
