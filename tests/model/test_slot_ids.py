@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from support import models
 from support.library import PROMPTS, Library, evaluate, with_budget
 
-from routeahead import Llama
+from routeahead import Llama, StreamError
 from routeahead.experts import cache
 from routeahead.llamacpp import ggml
 from routeahead.llamacpp.eval_callback import GraphHook
@@ -119,3 +120,24 @@ def test_a_prompt_gives_memory_back(load: Load) -> None:
     strides = max(pool.stride for pool, _ in source._pools)
     assert len(source._pools) == 2
     assert held <= layout.n_expert * strides + layout.n_expert_used * strides
+
+
+@pytest.mark.parametrize("cache_mb", [0, 1])
+def test_slots_that_were_forgotten_are_noticed(
+    load: Load, monkeypatch: pytest.MonkeyPatch, cache_mb: int
+) -> None:
+    """Those of the layer before are in the tensor: with them, another layer's experts would do."""
+    llm = load("qwen3moe", cache_mb=cache_mb, force_cache=bool(cache_mb), overlap=not cache_mb)
+    evaluate(llm, PROMPTS[0][:3])
+    calls, use_slots = 0, GraphHook.use_slots
+
+    def forgetful(self: GraphHook, slots: npt.NDArray[np.int32]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls != 3:
+            use_slots(self, slots)
+
+    monkeypatch.setattr(GraphHook, "use_slots", forgetful)
+    with pytest.raises(StreamError):
+        llm.eval(PROMPTS[0][4])
+    assert calls == 3

@@ -37,6 +37,7 @@ from routeahead.llamacpp.node_filter import (
     MAX_POINTED,
     NAME_WORDS,
     PENDING,
+    PLACED,
     POINTED,
     PRODUCTS,
     RESTED,
@@ -188,6 +189,7 @@ class GraphHook:
             self._slots = np.empty(slots.size, np.int32)
             tensor.data = self._slots.ctypes.data
         self._slots[: slots.size] = slots.ravel()
+        self._state[PLACED] = 1
         if (tensor.ne[0], tensor.ne[1]) != (columns, rows):
             tensor.ne[:2] = (columns, rows)
             tensor.nb[1:] = (4 * columns, 4 * columns * rows, 4 * columns * rows)
@@ -265,6 +267,7 @@ class GraphHook:
             layer = self._layers[name] = int(name[len(TOPK_PREFIX) :])
         row = self._tap.at_topk(layer, address) if self._tap else None
         self._topk = address
+        self._state[PLACED] = 0
         self._state[PENDING] = self._observer.routed(layer, _matrix(tensor), row)
         if layer in self._weights and self._observer.holding:
             self._state[WEIGHTS : WEIGHTS_MASK + NAME_WORDS] = self._weights[layer]
@@ -304,6 +307,8 @@ class GraphHook:
                 "this architecture cannot be streamed; run it with --resident"
             )
         pending = self._observer.product(weights)
+        if self._state[SLOTS_END] and not self._state[PLACED]:
+            raise StreamError(f"{tensor.name.decode()} runs before its experts have slots")
         self._state[PENDING] = pending
         return int(pending)
 

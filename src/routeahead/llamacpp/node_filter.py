@@ -59,12 +59,13 @@ WEIGHTS_MASK = 20  # masks what may stand behind the end of that name, word by w
 SLOT_IDS = 28  # address of the tensor of slot numbers
 SLOTS_BEGIN = 29  # tensors whose data lie between these addresses are read by slot
 SLOTS_END = 30
-SETTLED = 31  # bytes (layer, expert): it is in memory for good; 0: Python wants every routing
-SETTLED_WIDTH = 32  # experts of a layer there
-RESTING = 33  # all are: the graph need not stop
-RESTED = 34  # experts that rows were routed to without a call into Python
-POINTED = 35  # products that are pointed at the slot numbers
-PRODUCTS = 36  # their addresses
+PLACED = 31  # the slot numbers are those of the last top-k that Python has handled
+SETTLED = 32  # bytes (layer, expert): it is in memory for good; 0: Python wants every routing
+SETTLED_WIDTH = 33  # experts of a layer there
+RESTING = 34  # all are: the graph need not stop
+RESTED = 35  # experts that rows were routed to without a call into Python
+POINTED = 36  # products that are pointed at the slot numbers
+PRODUCTS = 37  # their addresses
 MAX_POINTED = 8
 STATE_WORDS = PRODUCTS + MAX_POINTED
 
@@ -206,7 +207,8 @@ def _asked(state: Any, tensor: Any, words: Any, op: Any) -> Any:
         return 0
     if op == _MUL_MAT_ID:
         known = words[_IDS_WORD] == state[ROUTED] and state[POINTED] < MAX_POINTED
-        if state[PENDING] != 0 or not known:
+        placed = state[PLACED] != 0 or state[SLOTS_END] == 0
+        if state[PENDING] != 0 or not known or not placed:
             return _TO_PYTHON
         _point_at_slots(state, tensor, words)
         return 0
