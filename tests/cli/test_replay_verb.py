@@ -32,20 +32,21 @@ def big_trace(tmp_path: Path) -> Path:
 
 
 def test_verb_prints_json(big_trace: Path) -> None:
-    """24 MiB: the prompt leaves layer 2's experts 4, 1 and all three of layer 0.
+    """27 MiB: 9 for layer 0 and 18 for layer 2, three experts each. The prompt leaves layer 2's
+    experts 4 and 1 and all three of layer 0.
 
-    Token 2 hits 5 and 7, hits 1 and reads 0, for which 3 goes. Token 3 hits 7 and 5, hits 1 and
-    reads 2, for which 4 of layer 2 goes.
+    Token 2 hits 5 and 7, hits 1 and reads 0. Token 3 hits 7 and 5, hits 1 and reads 2, for which 4
+    of layer 2 goes.
     """
-    report = json.loads(invoke(big_trace, "--cache-mb", "24", "--json").stdout)
+    report = json.loads(invoke(big_trace, "--cache-mb", "27", "--json").stdout)
     assert report == {
         "policy": "lru",
-        "cache_mb": 24,
+        "cache_mb": 27,
         "tokens": 2,
         "decode_hit_rate": 0.75,
         "hits": 6,
         "misses": 2,
-        "evictions": 2,
+        "evictions": 1,
         "bytes_read": 12 * MIB,
         "mib_per_token": 6.0,
     }
@@ -54,7 +55,7 @@ def test_verb_prints_json(big_trace: Path) -> None:
 def test_verb_models_time_in_its_units(big_trace: Path) -> None:
     """A read of 2 MiB takes 1 + 2 ms; each token reads one expert, in layer 2; 2 x 5 ms compute."""
     machine = "--bandwidth 1000 --compute-ms 5 --latency-ms 1 --lanes 1 --no-overlap"
-    options = ["--cache-mb", "24", "--json", *machine.split()]
+    options = ["--cache-mb", "27", "--json", *machine.split()]
     report = json.loads(invoke(big_trace, *options).stdout)
     assert report["s_per_token"] == pytest.approx(0.019)
     assert report["stall_s_per_token"] == pytest.approx(0.009)
@@ -65,16 +66,16 @@ def test_verb_models_time_in_its_units(big_trace: Path) -> None:
 
 def test_verb_prints_a_table(big_trace: Path) -> None:
     output = invoke(
-        big_trace, "--cache-mb", "24", "--bandwidth", "1000", "--compute-ms", "5"
+        big_trace, "--cache-mb", "27", "--bandwidth", "1000", "--compute-ms", "5"
     ).stdout
     lines = [" ".join(line.split()) for line in output.splitlines()]
-    assert "cache 24 MiB, lru" in lines
+    assert "cache 27 MiB, lru" in lines
     assert "hit rate 75.0%" in lines
     assert "a token 6.0 MiB" in lines
     assert "compute 10.0 ms" in lines
 
 
 def test_verb_refuses_half_a_machine(big_trace: Path) -> None:
-    result = invoke(big_trace, "--cache-mb", "24", "--lanes", "4")
+    result = invoke(big_trace, "--cache-mb", "27", "--lanes", "4")
     assert isinstance(result.exception, SettingsError)
     assert "--bandwidth and --compute-ms" in str(result.exception)

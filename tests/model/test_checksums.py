@@ -27,9 +27,9 @@ from routeahead.engine.checksums import (
 )
 from routeahead.engine.streamed_model import Hooks
 from routeahead.experts.arena import Arena
+from routeahead.experts.dense import read_dense
 from routeahead.experts.layout import ModelLayout
 from routeahead.experts.reader import FileReader
-from routeahead.experts.source import read_dense
 from routeahead.llamacpp.gguf_file import read_layout
 
 NAME = "qwen3moe"
@@ -92,7 +92,7 @@ def test_every_expert_is_compared(layout: ModelLayout) -> None:
     def read(tensor_index: int, expert: int) -> None:
         tensor = layout.experts[tensor_index]
         start, end = tensor.slice_of(expert)
-        offset, view = arena.blocks(tensor.shard, start, end)
+        offset, view = arena.expose(tensor.shard, start, end)
         reader.read(tensor.shard, offset, view, end - offset)
 
     for index, tensor in enumerate(layout.experts):

@@ -20,7 +20,6 @@ import routeahead.engine.llama as llama_module
 import routeahead.engine.streamed_model as engine
 from routeahead import Llama, ModelError, ReadError, SettingsError, StreamError
 from routeahead.engine import budget
-from routeahead.experts import arena
 from routeahead.experts.lanes import Lanes
 from routeahead.experts.reader import FileReader, Reader
 from routeahead.llamacpp import ggml, node_filter
@@ -301,25 +300,6 @@ def test_struct_layout_that_moved(
     monkeypatch.undo()
     ggml.check_layout.cache_clear()
     ggml.check_layout()
-
-
-@pytest.mark.parametrize("poison", [True, False])
-def test_pages_that_cannot_be_moved(
-    load: Load, library: Library, monkeypatch: pytest.MonkeyPatch, poison: bool
-) -> None:
-    monkeypatch.setattr(arena, "_can_move", lambda: False)
-    llm = load(NAME, cache_mb=0, poison=poison)
-    assert_recovers(llm, library)
-
-
-def test_moves_that_the_kernel_refuses(
-    load: Load, library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = load("mixtral", cache_mb=0)
-    monkeypatch.setattr(arena._libc, "mremap", lambda *_: -1, raising=False)
-    for batches, expected in zip(PROMPTS, library.resident("mixtral"), strict=True):
-        np.testing.assert_array_equal(evaluate(llm, batches), expected)
-    assert llm.streamed.arena.unmovable > 0
 
 
 # --- settings ---

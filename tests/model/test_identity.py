@@ -103,12 +103,12 @@ def test_same_logits(
         assert source.cache.evictions == 0 and 0 < decode.misses < routed
     stops = layers * (DECODED + len(PROMPTS))
     calls = llm.stops
-    if not overlap:
+    if cache == "full":  # what has settled is looked up without a call
+        assert 0 < calls < stops if not overlap else calls > 0
+    elif not overlap:
         assert calls == stops
-    elif cache == "none":
-        assert calls > stops  # products were announced while reads were pending
     else:
-        assert calls >= stops
+        assert calls > stops  # products were announced while reads were pending
 
 
 VARIATIONS: dict[str, dict[str, object]] = {

@@ -11,7 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import models
-from support.library import PROMPTS, THREADS, Library, csv_rows, evaluate, token_batches
+from support.library import (
+    PROMPTS,
+    THREADS,
+    Library,
+    csv_rows,
+    evaluate,
+    token_batches,
+    with_budget,
+)
 from support.readers import Delayed
 from support.router_reference import Forced, Ids, Key, Routers
 
@@ -365,7 +373,11 @@ def test_settings_that_make_no_sense(load: Load, settings: dict[str, object], me
 
 
 def test_off_costs_no_call(load: Load) -> None:
-    off, on = load("qwen3moe", cache_mb=64), load("qwen3moe", cache_mb=64, route_ahead=1)
+    """In a cache that holds nearly everything: where all fits, what has settled needs no stop."""
+    off, on = (
+        with_budget(load, "qwen3moe", 0.99, overlap=False, **settings)
+        for settings in ({}, {"route_ahead": 1})
+    )
     calls = []
     for llm in (off, on):
         evaluate(llm, PROMPTS[0])

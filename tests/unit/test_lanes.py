@@ -7,15 +7,14 @@ import linecache
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
 import pytest
 
 from routeahead.errors import ReadError, SettingsError
-from routeahead.experts.arena import Arena, Pages
 from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
-from routeahead.experts.layout import BLOCK, ExpertTensor, Shard
+from routeahead.experts.layout import BLOCK, ExpertTensor
+from routeahead.experts.slots import Slots
 
 
 class Gated:
@@ -38,14 +37,15 @@ class Gated:
 def reads(layer: int, *offsets: int, kind: Kind = "demand") -> tuple[list[Read], Ticket]:
     tensor = ExpertTensor("t", layer, "up", "F32", 8, 0, 0, BLOCK)
     ticket = Ticket(len(offsets))
-    view = memoryview(bytearray(BLOCK))
-    slices = [Slice(tensor, o, o * BLOCK, view, BLOCK, Pages(0, 0)) for o in offsets]
+    slots = Slots([tensor])
+    (pool,) = slots.share_out([[layer]])
+    slices = [Slice(slots.places[layer][0], o, pool, 0) for o in offsets]
     return [Read(one, ticket, kind) for one in slices], ticket
 
 
 def test_demand_goes_first_and_a_layer_adopts_its_own() -> None:
     reader = Gated()
-    lanes = Lanes(1, reader, Arena([Shard(Path("none"), BLOCK)]))
+    lanes = Lanes(1, reader, Slots([]))
     (of_five, five), (of_six, six) = (
         reads(5, 1, 2, 3, kind="committed"),
         reads(6, 4, kind="committed"),
@@ -70,7 +70,7 @@ def test_demand_goes_first_and_a_layer_adopts_its_own() -> None:
 
 def test_drain_waits_for_what_is_in_flight_and_cancels_the_rest() -> None:
     reader = Gated()
-    lanes = Lanes(2, reader, Arena([Shard(Path("none"), BLOCK)]))
+    lanes = Lanes(2, reader, Slots([]))
     queued, ticket = reads(5, 1, 2, 3, 4, kind="committed")
     lanes.submit(queued, "committed")
     for _ in range(2):
@@ -142,7 +142,7 @@ def interrupted_at(line: int, function: Callable[[], object]) -> bool:
 
 
 def test_an_interrupt_anywhere_in_drain_leaves_the_lanes_usable() -> None:
-    lanes = Lanes(2, Instant(), Arena([Shard(Path("none"), BLOCK)]))
+    lanes = Lanes(2, Instant(), Slots([]))
     line = 1
     while interrupted_at(line, lanes.drain):
         queued, ticket = reads(1, 1, 2, 3)
@@ -157,7 +157,7 @@ def test_an_interrupt_anywhere_in_drain_leaves_the_lanes_usable() -> None:
 @pytest.mark.parametrize("dying", [1, 2])
 def test_lanes_that_die(monkeypatch: pytest.MonkeyPatch, dying: int) -> None:
     """What waits is told, the others go on, and `drain` starts new ones."""
-    lanes = Lanes(2, Instant(), Arena([Shard(Path("none"), BLOCK)]))
+    lanes = Lanes(2, Instant(), Slots([]))
     run, left = Lanes._run, [None] * dying
 
     def deadly(self: Lanes, lane: int, read: Read) -> None:
@@ -193,13 +193,13 @@ def test_a_lane_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(SettingsError, match=r"thread for lane 3 of 4: .*fewer io_threads"):
-        Lanes(4, Instant(), Arena([Shard(Path("none"), BLOCK)]))
+        Lanes(4, Instant(), Slots([]))
     assert not any(thread.name.startswith("lane-") for thread in threading.enumerate())
 
 
 def test_close_ends_a_lane_that_was_started_twice() -> None:
     """An interrupt inside of `Thread.start` leaves a thread that does not look alive yet."""
-    lanes = Lanes(2, Instant(), Arena([Shard(Path("none"), BLOCK)]))
+    lanes = Lanes(2, Instant(), Slots([]))
     first = lanes._threads[0]
     lanes._threads[0] = None  # as if it had not begun
     lanes.drain()

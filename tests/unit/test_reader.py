@@ -17,10 +17,11 @@ import pytest
 from routeahead.errors import ModelError, ReadError, SettingsError
 from routeahead.experts import reader as reader_module
 from routeahead.experts.arena import Arena
+from routeahead.experts.dense import read_dense
 from routeahead.experts.lanes import Lanes, Read, Slice, Ticket
 from routeahead.experts.layout import BLOCK, ExpertTensor, Shard, TensorInfo
 from routeahead.experts.reader import CHECK_EVERY, FileReader
-from routeahead.experts.source import read_dense
+from routeahead.experts.slots import Slots
 
 BLOCKS = 64
 
@@ -142,10 +143,11 @@ def test_a_count_that_does_not_fit_is_refused(shard: Shard, kind: str, count: in
 
     arena = Arena([shard])
     tensor = ExpertTensor("blk.3.ffn_up_exps.weight", 3, "up", "F32", 2, 0, 0, 2 * BLOCK)
-    offset, blocks = arena.blocks(0, 0, 2 * BLOCK)
-    lanes = Lanes(1, Lying(), arena)
+    slots = Slots([tensor])
+    (pool,) = slots.share_out([[3]])
+    lanes = Lanes(1, Lying(), slots)
     ticket = Ticket(1)
-    piece = Slice(tensor, 0, offset, blocks, 2 * BLOCK, arena.inner(0, 0, 2 * BLOCK))
+    piece = Slice(slots.places[3][0], 0, pool, 0)
     lanes.submit([Read(piece, ticket, kind)], kind)
     with pytest.raises(ReadError, match=rf"layer 3 expert 0 \(up\): .* brought {count};"):
         ticket.wait()
@@ -168,7 +170,7 @@ def test_threads_that_cannot_be_started_are_one_line(
     reader, arena = FileReader([shard]), Arena([shard])
     before = threading.active_count()
     with pytest.raises(SettingsError, match=r"thread for lane 2 of 3: .*ulimit -u"):
-        Lanes(3, reader, arena)
+        Lanes(3, reader, Slots([]))
     assert threading.active_count() == before  # the first one has ended
     with pytest.raises(SettingsError, match=r"dense weights: .*ulimit -u"):
         read_dense([TensorInfo("t", "F32", (8,), 0, 0, 32)], arena, reader)

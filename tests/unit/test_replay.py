@@ -125,10 +125,29 @@ def test_lru_is_the_published_rule_at_every_budget(seed: int) -> None:
     """The engine's cache trims a batch's own excess at the next lookup, the rule at once."""
     trace = random_trace(seed, sizes=[10, 25, 10][: 1 + seed % 3], tokens=30)
     for budget in range(0, 150, 7):
-        expected = by_the_rule(
-            trace, budget, lambda keys, _, history: min(keys, key=history.last.__getitem__), False
-        )
-        assert replay(trace, budget, Policy.LRU).misses_by_batch == expected
+        expected = {
+            index: misses
+            for part, share in by_size(trace, budget)
+            for index, misses in zip(
+                (i for i, b in enumerate(trace.batches) if b.layer in part.expert_bytes),
+                by_the_rule(
+                    part, share, lambda keys, _, history: min(keys, key=history.last.get), False
+                ),
+                strict=True,
+            )
+        }
+        found = replay(trace, budget, Policy.LRU).misses_by_batch
+        assert found == [expected[index] for index in range(len(trace.batches))]
+
+
+def by_size(trace: RouteTrace, budget: int) -> list[tuple[RouteTrace, int]]:
+    """The engine's cache gives layers whose experts are equally large a part of the budget."""
+    sizes, parts = trace.expert_bytes, []
+    for size in set(sizes.values()):
+        of = {layer: size for layer, nbytes in sizes.items() if nbytes == size}
+        batches = [batch for batch in trace.batches if batch.layer in of]
+        parts.append((RouteTrace(of, batches), budget * sum(of.values()) // sum(sizes.values())))
+    return parts
 
 
 @pytest.mark.parametrize("seed", range(20))

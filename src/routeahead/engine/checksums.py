@@ -161,7 +161,7 @@ def verify_dense(
     digest = _hash_function()
     for tensor in tensors:
         end = tensor.offset + tensor.nbytes
-        offset, view = arena.blocks(tensor.shard, tensor.offset, end)
+        offset, view = arena.expose(tensor.shard, tensor.offset, end)
         if digest(view[tensor.offset - offset : end - offset]) != sums.dense[tensor.name]:
             raise ReadError(f"{layout.shards[tensor.shard].path}: {tensor.name}: {_DIFFERS}")
 

@@ -348,8 +348,8 @@ class Llama(TakingTurns):
         try:
             if streamed:
                 streamed.adjust()
-                streamed.stream.begin(phase, self.n_tokens)
                 streamed.callback.begin()
+                streamed.stream.begin(phase, self.n_tokens)
             self._plain_decode(batch)
             if streamed:
                 streamed.callback.check()

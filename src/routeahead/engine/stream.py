@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from routeahead.engine.policies import Policies
 from routeahead.errors import StreamError
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.source import ExpertSource, Load
+from routeahead.llamacpp.eval_callback import EvalCallback
 from routeahead.llamacpp.router_input import RouterInput
 from routeahead.routing.policy import Routing
 from routeahead.telemetry.route_log import RouteLog
@@ -33,7 +34,7 @@ class Stream:
         *,
         n_expert: int,
         overlap: bool,
-        scores: Callable[[], Floats | None],
+        graph: EvalCallback,
         policies: Policies,
         hidden: RouterInput | None = None,
         log: RouteLog | None = None,
@@ -43,13 +44,13 @@ class Stream:
 
         Args:
             tensors: address of an expert tensor's struct → where it lies in the file.
-            scores: gives (rows, n_expert), what the top-k that stops the graph has ranked.
+            graph: whose stops these are.
             hidden: where hidden vectors are read; None if no policy wants them.
             log: is told of each routing.
         """
         self.source = source
         self._tensors, self._n_expert = tensors, n_expert
-        self._overlap, self._scores = overlap, scores
+        self._overlap, self._graph = overlap, graph
         self.policies, self._hidden, self._log = policies, hidden, log
         self._watched = bool(policies) or log is not None
         self._load: Load | None = None
@@ -80,10 +81,14 @@ class Stream:
             self._hidden.begin(reading=any(wanted))
         if self._log and position == 0:
             self._log.turn()
+        self._graph.serve_slots(*self.source.slot_range)
+        if phase == "decode" and not self._watched and self.source.settled is not None:
+            self._graph.rest(self.source.settled)
 
     def end(self) -> None:
         """The batch was evaluated."""
         self._open = False
+        self.source.cache.hits += self._graph.rested
         for policy in self.policies.end:
             policy.end()
         if self.policies:
@@ -116,7 +121,7 @@ class Stream:
             ids,
             n_expert=self._n_expert,
             experts=self.source,
-            scores=self._scores,
+            scores=self._graph.selection_scores,
             hidden=hidden,
         )
         for policy in self.policies.routed:
@@ -165,6 +170,7 @@ class Stream:
         if len(ids) != 1 or self.policies:  # a policy may have chosen an expert twice in a row
             experts = list(dict.fromkeys(experts))
         self._load = self.source.require(layer, experts)
+        self._graph.use_slots(self.source.slots(layer, ids))
 
     def _provided(self) -> None:
         """The layer's reads are with the lanes: others may follow them."""

@@ -20,9 +20,11 @@ from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.stream import Stream
 from routeahead.errors import SettingsError, no_thread
 from routeahead.experts.arena import Arena
+from routeahead.experts.dense import dense_runs, read_dense
 from routeahead.experts.layout import MIB, ModelLayout
 from routeahead.experts.reader import FileReader, Reader, Throttled
-from routeahead.experts.source import ExpertSource, dense_runs, read_dense
+from routeahead.experts.slots import Slots
+from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp.eval_callback import EvalCallback
 from routeahead.llamacpp.placement import Placement
 from routeahead.llamacpp.router_product import check_width
@@ -83,6 +85,7 @@ class StreamedModel:
         self._top_k = settings.n_expert_used or layout.n_expert_used
         if self._top_k > layout.n_expert:
             raise SettingsError(f"n_expert_used is {self._top_k}: the model has {layout.n_expert}")
+        self._poison = hooks.poison
         self.arena = Arena(layout.shards, poison=hooks.poison)
         places = {t.name: self.arena.address(t.shard, t.offset) for t in layout.tensors}
         self._placement = Placement(places.get)
@@ -142,7 +145,13 @@ class StreamedModel:
             self._map_dense()
         if self._sums:
             verify_dense(layout, layout.dense, self.arena, self._sums)
-        source = ExpertSource(layout, self.arena, self._reader, lanes=self._settings.io_threads)
+        source = ExpertSource(
+            layout,
+            Slots(layout.experts, poison=self._poison),
+            self._reader,
+            lanes=self._settings.io_threads,
+            bind=self._placement.bind,
+        )
         self._closers.callback(source.close)
         self.budget = self._make_budget(source)
         self._closers.callback(self.budget.close)
@@ -166,7 +175,7 @@ class StreamedModel:
             {tensors[e.name]: e for e in layout.experts},
             n_expert=layout.n_expert,
             overlap=self._settings.overlap,
-            scores=self.callback.selection_scores,
+            graph=self.callback,
             policies=policies,
             hidden=hidden,
             log=self.recorder.routes,

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from routeahead.experts.arena import Pages
 from routeahead.experts.lanes import Read
 
 
@@ -87,11 +86,12 @@ class Guesses:
                 begun += guess.begun
         return begun
 
-    def sweep(self) -> list[Pages]:
-        """Forgets guesses that are useless and at rest, and returns the pages under them."""
+    def sweep(self) -> list[tuple[int, int]]:
+        """Forgets guesses that are useless and at rest; returns their (layer, expert) keys."""
         gone = [key for key, guess in self._guesses.items() if not guess.wanted and guess.at_rest]
-        guesses = [self._guesses.pop(key) for key in gone]
-        return [r.slice.inner for g in guesses for r in g.reads if r not in g.revoked]
+        for key in gone:
+            del self._guesses[key]
+        return gone
 
     def clear(self) -> None:
         self._guesses.clear()

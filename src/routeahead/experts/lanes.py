@@ -26,6 +26,7 @@ Hand-overs between threads:
 from __future__ import annotations
 
 import _thread
+import ctypes
 import threading
 import time
 from collections import deque
@@ -34,9 +35,10 @@ from queue import SimpleQueue
 from typing import Literal, NamedTuple
 
 from routeahead.errors import ReadError, no_thread
-from routeahead.experts.arena import Arena, Pages
+from routeahead.experts.arena import Pages
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.reader import Reader, read_whole
+from routeahead.experts.slots import Place, Pool, Slots
 
 Kind = Literal["demand", "committed", "speculative"]
 
@@ -80,26 +82,20 @@ class Ticket:
 
 
 class Slice(NamedTuple):
-    """One expert's part of one projection: its place in the file, and its place in the arena.
+    """One expert's part of one projection, and the slot that it is read into."""
 
-    Attributes:
-        tensor, expert: whose slice it is.
-        offset: bytes from the start of the file `tensor.shard`, a whole block.
-        view: the whole blocks in the arena that hold the slice.
-        need: bytes of `view` that must arrive (the file's last block may be shorter).
-        inner: pages that belong to this slice alone.
-    """
-
-    tensor: ExpertTensor
+    place: Place
     expert: int
-    offset: int
-    view: memoryview
-    need: int
-    inner: Pages
+    pool: Pool
+    slot: int
+
+    @property
+    def tensor(self) -> ExpertTensor:
+        return self.place.tensor
 
 
 class Read:
-    """One slice on its way into the arena.
+    """One slice on its way into its slot.
 
     Attributes:
         ticket: who waits for it.
@@ -135,8 +131,8 @@ class ReadRecord(NamedTuple):
 class Lanes:
     """`count` threads that serve reads: by kind, then oldest submission first."""
 
-    def __init__(self, count: int, reader: Reader, arena: Arena) -> None:
-        self._reader, self._arena = reader, arena
+    def __init__(self, count: int, reader: Reader, slots: Slots) -> None:
+        self._reader, self._slots = reader, slots
         self._queues: dict[Kind, deque[Read]] = {
             "demand": deque(), "committed": deque(), "speculative": deque(),
         }  # fmt: skip
@@ -288,11 +284,15 @@ class Lanes:
     def _read(self, lane: int, read: Read) -> BaseException | None:
         """Reads, counts, and returns what went wrong."""
         error: BaseException | None = None
-        tensor, expert, offset, view, need, inner = read.slice
-        got, start = 0, time.perf_counter()
+        place, expert, pool, slot = read.slice
+        tensor, offset, got, start = place.tensor, 0, 0, time.perf_counter()
         try:
-            self._arena.provide(inner, view)
+            offset, view, need, shift = pool.target(place, expert, slot)
+            self._slots.provide(view)
             got = read_whole(self._reader, tensor.shard, offset, view, need)
+            if shift:
+                address = Pages.of(view).address
+                ctypes.memmove(address, address + shift, tensor.expert_bytes)
             self._bytes[lane] += got
             self._early_bytes[lane] += got if read.kind != "demand" else 0
             self._reads[lane] += 1

@@ -1,6 +1,6 @@
 """The expert source: hands a layer the experts it routes to, from memory or from disk.
 
-It joins the cache (which experts), the arena (where their bytes go) and the lanes (who reads
+It joins the cache (which experts), the slots (where their bytes go) and the lanes (who reads
 them). It knows layers, experts and projections; it does not know what a router is.
 """
 
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from routeahead.errors import no_thread
-from routeahead.experts.arena import Arena
+import numpy as np
+import numpy.typing as npt
+
 from routeahead.experts.cache import ExpertCache
 from routeahead.experts.guesses import Guess, Guesses
 from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
-from routeahead.experts.layout import ExpertTensor, ModelLayout, TensorInfo
-from routeahead.experts.reader import Reader, read_whole
-
-_DENSE_PIECE = 8 << 20  # bytes a read of dense weights
+from routeahead.experts.layout import ModelLayout
+from routeahead.experts.reader import Reader
+from routeahead.experts.slots import Place, Pool, Slots
+from routeahead.types import Ids
 
 
 @dataclass
@@ -58,13 +58,13 @@ class Load:
 
 @dataclass
 class Prefetch:
-    """Counts of experts that were read before their layer asked; one is all of its projections.
+    """Experts read before their layer asked. Each is all of its projections.
 
     Attributes:
         issued: queued early, because they were absent.
-        completed: read, or being read, when their layer asked; the others were taken back before
-            a lane had begun them (guesses), or discarded after a fault.
-        useful: used by that layer.
+        completed: read, or being read, when their layer came; the others were taken back before
+            a lane had begun them (guesses), or thrown away by a fault.
+        useful: used by it.
     """
 
     issued: int = 0
@@ -72,20 +72,25 @@ class Prefetch:
     useful: int = 0
 
 
-class _Slices(dict[int, Slice]):
-    """One projection's slices by expert, each computed when it is first asked for."""
+Bind = Callable[[str, int, int, int], None]
+"""(expert tensor's name, address of its slice in slot 0, bytes from one slot to the next, number of
+slots): where products find it from now on."""
 
-    def __init__(self, tensor: ExpertTensor, arena: Arena) -> None:
-        super().__init__()
-        self.tensor, self._arena = tensor, arena
+_BOUND_STEP = 64  # slots by which tensors grow: each time, all of a pool's are told
 
-    def __missing__(self, expert: int) -> Slice:
-        tensor, arena = self.tensor, self._arena
-        start, end = tensor.slice_of(expert)
-        offset, view = arena.blocks(tensor.shard, start, end)
-        inner = arena.inner(tensor.shard, start, end)
-        found = self[expert] = Slice(tensor, expert, offset, view, end - offset, inner)
-        return found
+
+@dataclass
+class _Layer:
+    """Where one layer's experts are.
+
+    Attributes:
+        places: its tensors, in the order in which they are read.
+        slots: of each expert; -1 if it has none.
+    """
+
+    places: list[Place]
+    pool: Pool
+    slots: Ids
 
 
 class ExpertSource:
@@ -97,24 +102,29 @@ class ExpertSource:
         stall_s: seconds the evaluation thread waited for bytes.
         adopt_s: the part of it that was spent on reads begun early.
         prefetch: counts of those reads.
+        settled: (layers, n_expert), if all experts fit: which of them have been used with no read
+            in flight, so that they are here for good. None if they do not all fit. With all of
+            them here, each has the slot of its own number.
     """
+
+    settled: npt.NDArray[np.bool_] | None = None
 
     def __init__(
         self,
         layout: ModelLayout,
-        arena: Arena,
+        slots: Slots,
         reader: Reader,
         *,
         lanes: int,
+        bind: Bind,
     ) -> None:
-        self._tensors = layout.experts
-        self._by_layer: dict[int, list[_Slices]] = {}
-        for tensor in self._tensors:
-            self._by_layer.setdefault(tensor.layer, []).append(_Slices(tensor, arena))
-        self._arena = arena
-        self._layer_bytes = layout.layer_bytes()
+        self._layout, self._slots, self._bind = layout, slots, bind
+        self._layers: dict[int, _Layer] = {}
+        self._pools: list[tuple[Pool, Sequence[int]]] = []  # with the layers that share each
+        self._bound: dict[int, int] = {}  # layer → slots that its tensors were told of
+        self._laid_out = -1  # bytes of cache that the pools were made for
         self.cache = ExpertCache(0, layout.bytes_by_layer())
-        self.lanes = Lanes(lanes, reader, arena)
+        self.lanes = Lanes(lanes, reader, slots)
         self._order: dict[str, int] = {}
         self._early: dict[int, Load] = {}  # by layer, from `read_early` until the layer asks
         self._guesses = Guesses()
@@ -124,29 +134,45 @@ class ExpertSource:
 
     def begin(self) -> None:
         """Prepares for a batch: completes a `recover` that a second Ctrl-C interrupted."""
-        if self._void:
+        if self._void or self._laid_out != self.cache.budget:
             self.recover()
 
     def resize(self, budget: int) -> None:
         """Changes the cache's budget between two batches; what no longer fits is given back."""
-        self.cache.budget = budget
-        self._give(self.cache.shrink())
-        self._arena.trim(max(0, budget + self._layer_bytes - self.cache.used))
+        if self.settled is not None or not self.cache.budget:
+            self.cache.budget = budget  # slots had the numbers of their experts: begins empty
+            return
+        self._give(self.cache.resize(budget))
+        self._laid_out = budget
+        for pool, _ in self._pools:
+            pool.give_back()
+
+    @property
+    def slot_range(self) -> tuple[int, int]:
+        """First address of all slots and the one behind the last; nothing where slots have the
+        numbers of their experts."""
+        address, nbytes = self._slots.range
+        return (0, 0) if self.settled is not None else (address, address + nbytes)
+
+    def slots(self, layer: int, experts: Ids) -> Ids:
+        """The slots of experts that were required."""
+        found: Ids = self._layers[layer].slots[experts]
+        return found
 
     def order_projections(self, order: Sequence[str]) -> None:
         """Reads are issued in the order in which the graph computes the projections."""
         self._order = {projection: place for place, projection in enumerate(order)}
-        for projections in self._by_layer.values():
-            projections.sort(key=lambda p: self._order.get(p.tensor.projection, 99))
+        for layer in self._layers.values():
+            self._sort(layer.places)
+
+    def _sort(self, places: list[Place]) -> None:
+        places.sort(key=lambda place: self._order.get(place.tensor.projection, 99))
 
     def require(self, layer: int, experts: Sequence[int]) -> Load | None:
         """Starts reading those of the distinct `experts` that are not resident.
 
         Returns what to wait for before computing with them; None if all are resident.
         """
-        # Nothing that an earlier layer needed is in flight here, so every page is an entry's (early
-        # ones may still be on their way: they count as used), a guess's, or free.
-        self._arena.trim(max(0, self.cache.budget + self._layer_bytes - self.cache.used))
         outcome = self.cache.lookup(layer, experts)
         if outcome.victims:
             self._give(outcome.victims)
@@ -155,6 +181,8 @@ class ExpertSource:
             return self._adopt(early, experts, outcome.misses)
         if self._guesses:
             return self._redeem(layer, outcome.misses)
+        if self.settled is not None:
+            self.settled[layer, list(set(experts).difference(outcome.misses))] = True
         if not outcome.misses:
             return None
         load, reads = self._prepare(layer, outcome.misses)
@@ -162,10 +190,8 @@ class ExpertSource:
         return load
 
     def resident(self, layer: int, expert: int) -> bool:
-        """Whether using the expert causes no read.
-
-        It is in the cache (what a committed read is bringing is), or a guess of it has arrived.
-        """
+        """Whether using the expert causes no read: it is in the cache, which has what a committed
+        read is bringing, or a guess of it has landed."""
         guess = self._guesses.get(layer, expert) if self._guesses else None
         return (layer, expert) in self.cache or (guess is not None and guess.landed)
 
@@ -177,6 +203,8 @@ class ExpertSource:
         """
         if not self.cache.budget:
             return
+        if self._laid_out != self.cache.budget:
+            self.recover()
         misses = self.cache.admit_early(layer, experts)
         if misses:
             self._early[layer], reads = self._prepare(layer, misses, "committed")
@@ -190,6 +218,8 @@ class ExpertSource:
             experts: likeliest first.
             limit: absent experts to read at most; None for all.
         """
+        if self._laid_out != self.cache.budget:
+            self.recover()
         absent = [e for e in experts if (layer, e) not in self.cache][:limit]
         reads: list[Read] = []
         for expert in absent:
@@ -199,7 +229,9 @@ class ExpertSource:
                 known.wanted = True
                 reads += known.take_revoked()
                 continue
-            made = [Read(p[expert], Ticket(1), "speculative") for p in self._by_layer[layer]]
+            of, slot = self._layers[layer], self._slot(layer, expert)
+            slices = [Slice(place, expert, of.pool, slot) for place in of.places]
+            made = [Read(one, Ticket(1), "speculative") for one in slices]
             self._guesses.add(layer, expert, Guess(made))
             self.prefetch.issued += 1
             reads += made
@@ -207,20 +239,20 @@ class ExpertSource:
             self.lanes.submit(reads, "speculative")
 
     def protect(self, layer: int, experts: Sequence[int]) -> None:
-        """Keeps those `experts` of a later layer that are resident until it has used them."""
+        """Keeps what is resident of the `experts` of a later layer until it has been there."""
         self.cache.protect(layer, experts)
 
     def _redeem(self, layer: int, misses: Sequence[int]) -> Load | None:
-        """Uses the guesses for a layer that now asks for its experts, and drops the wrong ones.
+        """The layer has come to what was guessed for it, right or wrong.
 
-        All guesses that no lane has begun are taken back from the queue; those for later layers are
-        guessed again once this layer has its own experts.
+        All guesses that no lane has begun are taken back from the queue; those that may still be
+        of use are guessed again once the layer has its own.
         """
         self._guesses.revoke(self.lanes.revoke())
         found = {e: guess for e in misses if (guess := self._guesses.pop(layer, e)) and guess.begun}
         self.prefetch.completed += len(found) + self._guesses.pass_by(layer)
         self.prefetch.useful += len(found)
-        self._arena.give(self._guesses.sweep())
+        self._give(self._guesses.sweep())
         missing = [guess for guess in found.values() if not guess.landed]
         absent = [expert for expert in misses if expert not in found]
         if not absent and not missing:
@@ -236,11 +268,8 @@ class ExpertSource:
         return load
 
     def _adopt(self, early: Load, experts: Sequence[int], misses: Sequence[int]) -> Load | None:
-        """Uses the committed reads of a layer that now asks for its experts.
-
-        Those that no lane has begun go to the front of the queue, with what else the layer needs;
-        those in flight are waited for.
-        """
+        """The layer has come to the reads that were begun early for it: those that no lane has
+        begun go to the front, with what else it needs; those in flight are waited for."""
         self.prefetch.completed += len(early.experts)
         self.prefetch.useful += len(set(early.experts).intersection(experts))
         if early.done() and not misses and not early.failed():
@@ -251,16 +280,77 @@ class ExpertSource:
         return load
 
     def _submit_in_order(self, reads: list[Read]) -> None:
-        """Queues reads that a layer waits for, in the order in which it uses their projections."""
+        """A layer waits for these: first what it computes with first."""
         reads.sort(key=lambda read: self._order.get(read.slice.tensor.projection, 99))
         self.lanes.submit(reads)
 
     def _give(self, victims: Sequence[tuple[int, int]]) -> None:
-        """Frees the pages of (layer, expert) keys. No read of theirs is in flight: what is being
+        """Frees the slots of (layer, expert) keys. No read of theirs is in flight: what is being
         read is part of the batch or protected."""
-        self._arena.give(
-            [slices[expert].inner for layer, expert in victims for slices in self._by_layer[layer]]
-        )
+        for layer, expert in victims:
+            of = self._layers[layer]
+            slot = int(of.slots[expert])
+            of.slots[expert] = -1
+            self._slots.forbid(of.pool.pages(slot))
+            if self.settled is None:
+                of.pool.give(slot)
+
+    def _slot(self, layer: int, expert: int) -> int:
+        """Where an expert is to be read into. One that was guessed has a slot already."""
+        of = self._layers[layer]
+        slot = int(of.slots[expert])
+        if slot < 0:
+            slot = expert if self.settled is not None else self._take(layer, of.pool)
+            of.slots[expert] = slot
+        return slot
+
+    def _take(self, layer: int, pool: Pool) -> int:
+        before, slot = pool.count, pool.take()
+        if pool.count > before:
+            self._make_room(pool)
+            if pool.count > self._bound[layer]:
+                self._bind_slots(pool, pool.count + _BOUND_STEP)
+        return slot
+
+    def _make_room(self, pool: Pool) -> None:
+        """If a prompt makes a pool grow beyond its part of the cache, the others give back what
+        an earlier layer of it made them take: one layer's experts may stand beside the cache.
+        What is read early may as well, and its slots are not given back to be taken again."""
+        held = sum(one.count * one.stride for one, _ in self._pools)
+        beside = self._layout.token_bytes() if self.prefetch.issued else 0
+        if held > self.cache.budget + self._layout.layer_bytes() + beside:
+            for one, _ in self._pools:
+                if one is not pool:
+                    one.shrink()
+
+    def _bind_slots(self, pool: Pool, count: int) -> None:
+        """Tells the tensors of a pool's layers where their slices are."""
+        for layer in next(layers for one, layers in self._pools if one is pool):
+            of = self._layers[layer]
+            # A product that runs after a fault still has the experts' numbers.
+            self._bound[layer] = bound = max(count, len(of.slots))
+            for tensor, start, phase in of.places:
+                self._bind(tensor.name, pool.address + start + phase, pool.stride, bound)
+
+    def _lay_out(self) -> None:
+        """Makes the pools, empty, for the cache as large as it is."""
+        layers = self._layout.moe_layers
+        whole = self.cache.budget >= self._layout.expert_bytes
+        size = (max(layers) + 1, self._layout.n_expert)
+        self.settled = np.ones(size, np.bool_) if whole else None  # of layers without experts too
+        parts = [[layer] for layer in layers] if whole else self.cache.parts
+        self._pools = list(zip(self._slots.share_out(parts), parts, strict=True))
+        self._laid_out = self.cache.budget
+        experts = {tensor.layer: tensor.n_expert for tensor in self._layout.experts}
+        for pool, of in self._pools:
+            for layer in of:
+                places = self._slots.places[layer]
+                self._sort(places)
+                if self.settled is not None:
+                    self.settled[layer, : experts[layer]] = False
+                slots = np.full(experts[layer], -1, np.int32)
+                self._layers[layer] = _Layer(places, pool, slots)
+            self._bind_slots(pool, 0)
 
     def _prepare(
         self, layer: int, experts: Sequence[int], kind: Kind = "demand"
@@ -268,9 +358,11 @@ class ExpertSource:
         load, reads = Load(layer, experts), list[Read]()
         if not experts:
             return load, reads
-        for slices in self._by_layer[layer]:
-            ticket = load.tickets[slices.tensor.projection] = Ticket(len(experts))
-            reads += [Read(slices[expert], ticket, kind) for expert in experts]
+        of = self._layers[layer]
+        slots = [(expert, self._slot(layer, expert)) for expert in experts]
+        for place in of.places:
+            ticket = load.tickets[place.tensor.projection] = Ticket(len(experts))
+            reads += [Read(Slice(place, e, of.pool, slot), ticket, kind) for e, slot in slots]
         return load, reads
 
     def wait(self, load: Load, projection: str | None = None) -> None:
@@ -292,85 +384,34 @@ class ExpertSource:
             self.stall_s += time.perf_counter() - start
 
     def release(self) -> None:
-        """Ends every protection after a step, in which every layer has had its experts."""
+        """The step is over, and every layer has had its experts: nothing stays protected."""
         if self._early:  # a layer never came for its reads, which may be in flight
             self.recover()
         self.cache.release()
 
     def expose(self) -> None:
-        """Makes all pages accessible: a graph whose result is void may still run products."""
-        self._arena.unpoison()
+        """Makes all slots accessible: a graph whose result is void may still run products."""
+        self._slots.expose()
 
     def recover(self) -> None:
         """After a fault: waits for the lanes, forgets every expert, and starts empty.
 
-        A fault may occur anywhere, also between two lines of bookkeeping, so nothing of the old
-        state is used.
+        A fault may have struck anywhere, between two lines of bookkeeping too, so nothing of the
+        old state is trusted.
         """
         self._void = True
         self.lanes.drain()
         self._early.clear()
         self._guesses.clear()
         self.cache.clear()
-        self._arena.reset(self._tensors)
+        self._lay_out()
         self._void = False
 
     def close(self) -> None:
         """Stops the lanes and lets go of all memory."""
         self.lanes.close()
-        self._by_layer.clear()
+        self._layers.clear()
+        self._pools.clear()
         self._early.clear()
         self._guesses.clear()
-
-
-def read_dense(
-    tensors: Sequence[TensorInfo],
-    arena: Arena,
-    reader: Reader,
-    *,
-    threads: int = 4,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Reads the dense weights into the arena.
-
-    Args:
-        progress: called with (bytes done, bytes in all).
-
-    Raises:
-        ReadError: a read failed.
-        SettingsError: the system refused to start a thread.
-    """
-    pieces = [
-        (shard, at, min(at + _DENSE_PIECE, end))
-        for shard, start, end in dense_runs(tensors)
-        for at in range(start, end, _DENSE_PIECE)
-    ]
-    total, done = sum(end - start for _, start, end in pieces), 0
-
-    def read(piece: tuple[int, int, int]) -> int:
-        shard, start, end = piece
-        offset, _ = arena.blocks(shard, start, end)
-        read_whole(reader, shard, offset, arena.expose(shard, start, end), end - offset)
-        return end - start
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="dense") as pool:
-        try:
-            results = pool.map(read, pieces)  # starts the threads
-        except RuntimeError:
-            raise no_thread("reading the dense weights") from None
-        for nbytes in results:
-            done += nbytes
-            if progress:
-                progress(done, total)
-
-
-def dense_runs(tensors: Sequence[TensorInfo]) -> list[tuple[int, int, int]]:
-    """Ranges of tensors that lie next to each other: (shard, start, end) in bytes."""
-    runs: list[tuple[int, int, int]] = []
-    for tensor in sorted(tensors, key=lambda t: (t.shard, t.offset)):
-        end = tensor.offset + tensor.nbytes
-        if runs and runs[-1][0] == tensor.shard and tensor.offset - runs[-1][2] < 4096:
-            runs[-1] = (tensor.shard, runs[-1][1], end)
-        else:
-            runs.append((tensor.shard, tensor.offset, end))
-    return runs
+        self._slots.close()

@@ -37,9 +37,20 @@ from routeahead.llamacpp.node_filter import (
     CALLBACK,
     CALLS,
     FAULT,
+    MAX_POINTED,
     NAME_WORDS,
     PENDING,
+    PLACED,
+    POINTED,
+    PRODUCTS,
+    RESTED,
+    RESTING,
     ROUTED,
+    SETTLED,
+    SETTLED_WIDTH,
+    SLOT_IDS,
+    SLOTS_BEGIN,
+    SLOTS_END,
     TOPK_PREFIX,
     TRACING,
     VOID,
@@ -53,6 +64,7 @@ from routeahead.types import Floats, Ids
 _WEIGHTED_PREFIX = b"ffn_moe_weighted"
 _WEIGHTS_PREFIX = b"ffn_moe_weights"
 
+_TENSOR_BYTES = 512  # more than any ggml's tensor struct; what lies behind its name stays zero
 _NO_LAYER = 1 << 30  # any layer is the first after it
 
 _StopFunction = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p, ctypes.c_int8)
@@ -123,6 +135,12 @@ class EvalCallback:
         self._layers: dict[bytes, int] = {}  # node name → layer
         self._routing: set[int] = set()  # addresses of top-k tensors known to route
         self._idle_topk = False  # some top-k routes nothing
+        self._slot_tensor: Any = (ctypes.c_char * _TENSOR_BYTES)()
+        self._slot_ids = ggml.Tensor.from_buffer(self._slot_tensor)
+        self._slot_ids.type, self._slot_ids.nb[0] = ggml.type_code("I32"), 4
+        self._slot_ids.ne[:] = (0, 0, 1, 1)
+        self._slots = np.empty(0, np.int32)  # what it shows
+        self._state[SLOT_IDS] = ctypes.addressof(self._slot_tensor)
         self.fault: BaseException | None = None
         self._layer = _NO_LAYER  # the last one that was routed in an unannounced batch
         self._input: RouterInput | None = None
@@ -179,6 +197,47 @@ class EvalCallback:
             self._input = RouterInput(self._state, layers)
         return self._input
 
+    def serve_slots(self, begin: int, end: int) -> None:
+        """Products over weights whose data lie in this range of addresses are given the slots of
+        the experts, and not the experts."""
+        self._state[SLOTS_BEGIN], self._state[SLOTS_END] = begin, end
+
+    def rest(self, settled: npt.NDArray[np.bool_]) -> None:
+        """For this batch, routings to experts that are `settled` (layers, n_expert) need nobody; if
+        all are, the graph does not even stop.
+
+        Not for batches that nobody announced, because they are noticed at a stop, and not if some
+        top-k routes nothing, because the filter cannot tell those apart.
+        """
+        if not self._state[ANNOUNCED] or self._idle_topk:
+            return
+        self._state[SETTLED] = settled.ctypes.data
+        self._state[SETTLED_WIDTH] = settled.shape[1]
+        self._state[RESTING] = settled.all()
+        self._settled = settled  # keeps it alive
+
+    def use_slots(self, slots: Ids) -> None:
+        """`slots` (rows, top-k) are those of the experts of the routing that is being handled.
+
+        Nothing still reads the former routing's: the graph runs a layer's products before the next
+        layer's top-k, which the stop came after.
+        """
+        rows, columns = slots.shape
+        tensor = self._slot_ids
+        if slots.size > self._slots.size:
+            self._slots = np.empty(slots.size, np.int32)
+            tensor.data = self._slots.ctypes.data
+        self._slots[: slots.size] = slots.ravel()
+        self._state[PLACED] = 1
+        if (tensor.ne[0], tensor.ne[1]) != (columns, rows):
+            tensor.ne[:2] = (columns, rows)
+            tensor.nb[1:] = (4 * columns, 4 * columns * rows, 4 * columns * rows)
+
+    @property
+    def rested(self) -> int:
+        """Experts that rows of this batch were routed to without a call to the observer."""
+        return int(self._state[RESTED])
+
     def selection_scores(self) -> Floats | None:
         """(rows, n_expert), what the last top-k ranked the experts by; valid at its stop only.
 
@@ -193,7 +252,7 @@ class EvalCallback:
         """Announces a batch: no top-k has been seen, nothing has gone wrong."""
         self.forget()
         self._state[ANNOUNCED] = 1
-        self._state[PENDING] = self._state[ROUTED] = self._state[WEIGHTS] = 0
+        self._state[PENDING] = self._state[ROUTED] = self._state[WEIGHTS] = self._state[RESTED] = 0
 
     @property
     def void(self) -> bool:
@@ -206,7 +265,7 @@ class EvalCallback:
         Raises:
             BaseException: whatever went wrong inside it; its logits are those of an older token.
         """
-        self._state[ANNOUNCED] = 0
+        self._end()
         if self.void:
             # Without a recorded fault the callback itself was cut short: only a signal does that.
             fault = self.fault or KeyboardInterrupt()
@@ -215,8 +274,22 @@ class EvalCallback:
 
     def forget(self) -> None:
         """Whatever batch there was is over, and whatever went wrong in it is known."""
+        self._end()
         self.fault, self._layer = None, _NO_LAYER
-        self._state[ANNOUNCED] = self._state[FAULT] = self._state[VOID] = 0
+        self._state[FAULT] = self._state[VOID] = 0
+
+    def _end(self) -> None:
+        """The batch is over: no later one may rest because this one did."""
+        self._point_back()
+        self._state[ANNOUNCED] = self._state[SETTLED] = self._state[RESTING] = 0
+
+    def _point_back(self) -> None:
+        """What the filter does at each stop, for the products behind the last one."""
+        for index in range(int(self._state[POINTED])):
+            product = ggml.tensor_at(int(self._state[PRODUCTS + index]))
+            if product.src[2] == self._state[SLOT_IDS]:
+                product.src[2] = int(self._state[ROUTED])
+        self._state[POINTED] = 0
 
     def _on_stop(self, address: int, ask: int) -> int:
         try:
@@ -252,6 +325,7 @@ class EvalCallback:
         if not self._state[ANNOUNCED]:
             self._at_unannounced(layer, tensor.ne[1])
         hidden = self._input.at_topk(layer, address) if self._input else None
+        self._state[PLACED] = 0
         self._state[PENDING] = self._observer.routed(layer, _matrix(tensor), hidden)
         if layer in self._weights and self._observer.holding:
             self._state[WEIGHTS : WEIGHTS_MASK + NAME_WORDS] = self._weights[layer]
@@ -311,12 +385,14 @@ class EvalCallback:
         weights = tensor.src[0]
         if not self._observer.streams(weights):
             return 0
-        if tensor.src[2] != self._state[ROUTED]:
+        if tensor.src[2] != self._state[ROUTED] or self._state[POINTED] == MAX_POINTED:
             raise StreamError(
                 f"{tensor.name.decode()} uses experts that no top-k announced: "
                 "this architecture cannot be streamed; run it with --resident"
             )
         pending = self._observer.product(weights)
+        if self._state[SLOTS_END] and not self._state[PLACED]:
+            raise StreamError(f"{tensor.name.decode()} runs before its experts have slots")
         self._state[PENDING] = pending
         return int(pending)
 

@@ -210,8 +210,8 @@ def type_name(ggml_type: int) -> str:
 
 
 def type_code(name: str) -> int:
-    """Number of the data type that ggml calls `name`: "F32", "F16" or "Q8_0"."""
-    return {"F32": 0, "F16": 1, "Q8_0": 8}[name]
+    """Number of the data type that ggml calls `name`: "F32", "F16", "Q8_0" or "I32"."""
+    return {"F32": 0, "F16": 1, "Q8_0": 8, "I32": 26}[name]
 
 
 def op_name(tensor: Tensor) -> str:

@@ -5,7 +5,8 @@ Asked in Python, that would take the GIL as often, and one busy thread beside it
 take wait. So the question is answered here in machine code (numba), and Python runs only where
 there is something to decide:
 
-* after a layer's top-k was computed: its experts are known;
+* after a layer's top-k was computed: its experts are known (unless all experts fit in memory, these
+  have been there before, and nobody else wants to know);
 * before a product over experts whose bytes are still being read;
 * for a trace, after the experts' outputs were weighted;
 * for predictions, after a router product whose input does not survive until the top-k;
@@ -18,6 +19,12 @@ or a Python call that did not come back, raises FAULT, and the graph ends after 
 llama.cpp does not tell its caller that a graph ended early, so who announces a batch checks FAULT
 after it. Other batches are ended by `abort_check` instead: then `llama_decode` itself returns 2.
 That also turns FAULT into VOID, so that the next graph starts clean.
+
+Experts live in slots, and products must be given slot numbers where the graph has expert numbers.
+Others read the same ids, before and after (weights, biases, scales): so the ids stay as they are,
+and each product over streamed experts is pointed at a tensor of slot numbers, which Python fills
+in, when llama.cpp asks about it, which is before it runs. At the next stop it has run, and gets its
+own ids back: llama.cpp uses a graph again, and the check above is made anew.
 
 For predictions it also proves that a router's input can be read at the top-k: ROUTER is the
 router matrix of the next layer; when its product is asked for, the input's address range is noted,
@@ -58,7 +65,18 @@ WEIGHTS = 12  # name of the layer's last weights node, as many words as a name h
 WEIGHTS_MASK = 20  # masks what may stand behind the end of that name, word by word
 ANNOUNCED = 28  # somebody checks FAULT after this batch
 VOID = 29  # a graph was aborted because of FAULT, and nobody has been told why
-STATE_WORDS = 30
+SLOT_IDS = 30  # address of the tensor of slot numbers
+SLOTS_BEGIN = 31  # tensors whose data lie between these addresses are read by slot
+SLOTS_END = 32
+PLACED = 33  # the slot numbers are those of the last top-k that Python has handled
+SETTLED = 34  # bytes (layer, expert): it is in memory for good; 0: Python wants every routing
+SETTLED_WIDTH = 35  # experts of a layer there
+RESTING = 36  # all are: the graph need not stop
+RESTED = 37  # experts that rows were routed to without a call into Python
+POINTED = 38  # products that are pointed at the slot numbers
+PRODUCTS = 39  # their addresses
+MAX_POINTED = 8
+STATE_WORDS = PRODUCTS + MAX_POINTED
 
 _MUL, _MUL_MAT, _MUL_MAT_ID = (ggml.op_code(name) for name in ("MUL", "MUL_MAT", "MUL_MAT_ID"))
 _VIEW, _RESHAPE, _PERMUTE, _TRANSPOSE = (
@@ -102,6 +120,16 @@ def _pointer(_typing: Any, address: Any) -> Any:
     return types.voidptr(types.int64), generate
 
 
+@intrinsic
+def _address(_typing: Any, pointer: Any) -> Any:
+    """A pointer as a number."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.ptrtoint(arguments[0], ir.IntType(64))
+
+    return types.int64(types.voidptr), generate
+
+
 @numba.njit
 def _end(words: Any) -> Any:
     """One past the last byte of a tensor's data, wherever its rows lie."""
@@ -137,6 +165,84 @@ def _ends_weights(state: Any, words: Any) -> Any:
         if words[_NAME_WORD + word] & state[WEIGHTS_MASK + word] != state[WEIGHTS + word]:
             return False
     return True
+
+
+@numba.njit
+def _point_at_slots(state: Any, tensor: Any, words: Any) -> Any:
+    """Asked about a product whose ids are those of the last top-k that Python has handled."""
+    weights = carray(_pointer(words[_SRC_WORD]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+    if state[SLOTS_BEGIN] <= weights[_DATA_WORD] < state[SLOTS_END]:
+        words[_IDS_WORD] = state[SLOT_IDS]
+        state[PRODUCTS + state[POINTED]] = _address(tensor)
+        state[POINTED] += 1
+
+
+@numba.njit
+def _point_back(state: Any) -> Any:
+    """The products have run. A graph that was built anew in their memory is left alone."""
+    for index in range(state[POINTED]):
+        words = carray(_pointer(state[PRODUCTS + index]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+        if words[_IDS_WORD] == state[SLOT_IDS]:
+            words[_IDS_WORD] = state[ROUTED]
+    state[POINTED] = 0
+
+
+@numba.njit
+def _is_settled(state: Any, words: Any) -> Any:
+    """Whether all experts of this top-k are in memory for good."""
+    layer = 0
+    for shift in (40, 48, 56):  # the digits behind `ffn_moe_topk-`
+        digit = (words[_NAME_WORD + 1] >> shift & 0xFF) - 48
+        if digit < 0 or digit > 9:
+            break
+        layer = 10 * layer + digit
+    settled = state[SETTLED] + layer * state[SETTLED_WIDTH]
+    for row in range(words[_NE_WORD + 1]):
+        address = words[_DATA_WORD] + row * words[_NB_WORD + 1]
+        ids = carray(_pointer(address), (words[_NE_WORD],), dtype=np.int32)  # type: ignore[call-arg]
+        for slot in range(words[_NE_WORD]):
+            if carray(_pointer(settled + ids[slot]), (1,), dtype=np.int8)[0] == 0:
+                return False
+    return True
+
+
+_TO_PYTHON = -1
+
+
+@numba.njit
+def _asked(state: Any, tensor: Any, words: Any, op: Any) -> Any:
+    """Whether to stop after the node, 0 or 1, or that Python must say so."""
+    first, second = words[_NAME_WORD], words[_NAME_WORD + 1]
+    topk = first == _PREFIX and second & _TOPK_MASK == _TOPK_TAIL
+    if state[RESTING] != 0:
+        if topk:
+            state[RESTED] += words[_NE_WORD] * words[_NE_WORD + 1]
+        return 0
+    if op == _MUL_MAT_ID:
+        known = words[_IDS_WORD] == state[ROUTED] and state[POINTED] < MAX_POINTED
+        placed = state[PLACED] != 0 or state[SLOTS_END] == 0
+        if state[PENDING] != 0 or not known or not placed:
+            return _TO_PYTHON
+        _point_at_slots(state, tensor, words)
+        return 0
+    weighted = state[TRACING] != 0 and op == _MUL and first == _PREFIX and second == _WEIGHTED
+    at_router = state[ROUTER] != 0 and _watch_router(state, words, op)
+    weighed = state[WEIGHTS] != 0 and _ends_weights(state, words)
+    return 1 if at_router or weighed or topk or weighted else 0
+
+
+@numba.njit
+def _stopped(state: Any, tensor: Any, words: Any, op: Any) -> Any:
+    """Whether to go on after the stop, 0 or 1, or that Python must say so."""
+    _point_back(state)
+    if op == _MUL_MAT_ID:
+        return 1  # the stop was for what comes next
+    topk = words[_NAME_WORD] == _PREFIX and words[_NAME_WORD + 1] & _TOPK_MASK == _TOPK_TAIL
+    if topk and state[SETTLED] != 0 and _is_settled(state, words):
+        state[RESTED] += words[_NE_WORD] * words[_NE_WORD + 1]
+        state[ROUTED], state[PENDING] = _address(tensor), 0  # type: ignore[call-arg]
+        return 1
+    return _TO_PYTHON
 
 
 @functools.cache
@@ -185,24 +291,18 @@ def _compile(frozen: int, *, cached: bool) -> Any:
             # asks `abort_check`: it does not after those that compute nothing.
             return ask or state[ANNOUNCED] == 0
         words = carray(tensor, (_TENSOR_WORDS,), dtype=np.int64)
-        op, first, second = words[_OP_WORD] & 0xFFFFFFFF, words[_NAME_WORD], words[_NAME_WORD + 1]
-        if op == _MUL_MAT_ID:
-            if not ask:
-                return True  # the stop was for what comes next
-            if state[PENDING] == 0 and words[_IDS_WORD] == state[ROUTED]:
-                return False
-        elif ask:
-            topk = second & _TOPK_MASK == _TOPK_TAIL
-            weighted = state[TRACING] != 0 and op == _MUL and second == _WEIGHTED
-            at_router = state[ROUTER] != 0 and _watch_router(state, words, op)
-            weighed = state[WEIGHTS] != 0 and _ends_weights(state, words)
-            return at_router or weighed or (first == _PREFIX and (topk or weighted))
+        op = words[_OP_WORD] & 0xFFFFFFFF
+        known = _asked(state, tensor, words, op) if ask else _stopped(state, tensor, words, op)
+        if known != _TO_PYTHON:
+            return known != 0
         state[ACK] = 0
         state[CALLS] += 1
         answer: Any = _call(state[CALLBACK], tensor, types.int8(ask))  # type: ignore[call-arg]
         if state[ACK] == 0:
             state[FAULT] = 1
             return True
+        if op == _MUL_MAT_ID and words[_IDS_WORD] == state[ROUTED]:
+            _point_at_slots(state, tensor, words)
         return answer != 0
 
     return node_filter
@@ -221,6 +321,8 @@ def abort_check() -> Any:
         state = carray(state_pointer, (STATE_WORDS,), dtype=np.int64)
         if state[FAULT] == 0 or state[ANNOUNCED] != 0:
             return False
+        # llama.cpp asks when the node has run, so every thread has read which ids it uses.
+        _point_back(state)
         state[FAULT], state[VOID] = 0, 1
         state[PENDING] = state[ROUTED] = state[WEIGHTS] = 0
         return True

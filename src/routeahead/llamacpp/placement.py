@@ -111,6 +111,13 @@ class Placement:
             reservation.close()
         self._reservations.clear()
 
+    def bind(self, name: str, address: int, stride: int, count: int) -> None:
+        """Puts the slices of an expert tensor at `address` and `stride` bytes from one to the next;
+        products may ask for those below `count`. Takes effect from the next node that runs."""
+        tensor = ggml.tensor_at(self.tensors[name])
+        tensor.data, tensor.nb[2], tensor.nb[3] = address, stride, stride * count
+        tensor.ne[2] = count
+
     def _copy_cpu_type(self) -> Any:
         base = self._base
         source = base.ggml_backend_cpu_buffer_type()

@@ -1,0 +1,201 @@
+"""Where expert bytes live: slots in huge pages that stay whole and never move.
+
+A *slot* holds one expert: its projections, one behind the other, each with a block to spare. All
+slots of a *pool* have the same size, so a product over experts finds slot s at `data + s * stride`,
+whatever expert it holds: the graph is given slot numbers instead of expert numbers, and a stride
+that is not the file's. Layers whose experts are equally large may share a pool.
+
+A read of whole blocks lands in its slot with no copy if all slices of the tensor begin at the same
+place of a block, which they do if an expert's bytes are a multiple of BLOCK (GGUF aligns tensors
+to 32 bytes only). The slices of other tensors are moved down by less than a block after the read.
+
+The memory is taken from the kernel when a slot is first read into and kept. Why huge pages, and why
+they must not be split: docs/architecture.md, "Pages".
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from routeahead.experts.arena import HUGE, Pages, Reservation, protect, release
+from routeahead.experts.layout import BLOCK, ExpertTensor, ceil_block, floor_block
+
+
+class Place(NamedTuple):
+    """Where a tensor's slices lie inside the slots of its layer.
+
+    Attributes:
+        start: bytes from the start of the slot to the blocks that are read.
+        phase: bytes from there to the slice.
+    """
+
+    tensor: ExpertTensor
+    start: int
+    phase: int
+
+
+class Target(NamedTuple):
+    """What a read of one slice fills.
+
+    Attributes:
+        offset: bytes from the start of the file, a whole block.
+        view: whole blocks of a slot.
+        need: bytes of `view` that must arrive.
+        shift: bytes by which the slice must be moved down after the read.
+    """
+
+    offset: int
+    view: memoryview
+    need: int
+    shift: int
+
+
+class Pool:
+    """Slots of one size, numbered from 0; the lowest free one is taken first.
+
+    Owned by the evaluation thread. A slot is free once no read of it is in flight and nothing
+    computes with it.
+
+    Attributes:
+        address: of slot 0.
+        stride: bytes from one slot to the next.
+        count: slots from 0 on that were ever taken and still have memory.
+    """
+
+    def __init__(self, memory: memoryview, address: int, stride: int) -> None:
+        self._memory, self.address, self.stride = memory, address, stride
+        self._free: list[int] = []
+        self.count = 0
+
+    def take(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self.count += 1
+        return self.count - 1
+
+    def give(self, slot: int) -> None:
+        heapq.heappush(self._free, slot)
+
+    def shrink(self) -> None:
+        """Returns the memory of the free slots at the end to the kernel."""
+        free, before = set(self._free), self.count
+        while self.count - 1 in free:
+            self.count -= 1
+            free.remove(self.count)
+        self._free = sorted(free)
+        first, last = (-(-n * self.stride // HUGE) * HUGE for n in (self.count, before))
+        release(Pages(self.address + first, last - first))
+
+    def give_back(self) -> None:
+        """Returns the memory of all free slots to the kernel. A huge page that is part of two slots
+        is split by that, so it is for a system that is short of memory."""
+        self.shrink()
+        for slot in self._free:
+            release(self.pages(slot))
+
+    def pages(self, slot: int) -> Pages:
+        return Pages(self.address + slot * self.stride, self.stride)
+
+    def target(self, place: Place, expert: int, slot: int) -> Target:
+        """Where the slice of `expert` goes if it is read into `slot`."""
+        start, end = place.tensor.slice_of(expert)
+        offset = floor_block(start)
+        at = slot * self.stride + place.start
+        view = self._memory[at : at + ceil_block(end) - offset]
+        return Target(offset, view, end - offset, start - offset - place.phase)
+
+
+class Slots:
+    """The addresses of all slots, which `share_out` divides into pools.
+
+    Attributes:
+        places: layer → its tensors' places in a slot.
+        range: the addresses. A tensor whose data lie in there is read by slot.
+    """
+
+    def __init__(self, tensors: Sequence[ExpertTensor], *, poison: bool = False) -> None:
+        """With `poison`, a slot cannot be accessed before `provide` or after `forbid`, so that a
+        missing wait is a crash and not a wrong token (for tests)."""
+        self._poison = poison
+        by_layer: dict[int, list[ExpertTensor]] = {}
+        for tensor in tensors:
+            by_layer.setdefault(tensor.layer, []).append(tensor)
+        self.places: dict[int, list[Place]] = {n: _places(of) for n, of in by_layer.items()}
+        self._experts = {layer: max(t.n_expert for t in of) for layer, of in by_layer.items()}
+        self._stride = _strides(by_layer)
+        sizes = (self._nbytes([layer]) for layer in by_layer)
+        self._memory = Reservation(sum(sizes), huge=True)
+        self.range = self._memory.range
+        if poison:
+            protect(self.range, accessible=False)
+
+    def share_out(self, parts: Sequence[Sequence[int]]) -> list[Pool]:
+        """Empty pools, one for the layers of each part, with room for all of their experts.
+
+        Every earlier pool is void, and its memory given back. No read may be in flight.
+        """
+        self.clear()
+        pools, at = [], 0
+        for layers in parts:
+            end = at + self._nbytes(layers)
+            view = self._memory.view[at:end]
+            pools.append(Pool(view, self.range.address + at, self._stride[layers[0]]))
+            at = end
+        return pools
+
+    def clear(self) -> None:
+        """Forgets the bytes of all slots, whatever state a fault left. No read may be in flight."""
+        if self._poison:
+            protect(self.range, accessible=False)
+        release(self.range)
+
+    def close(self) -> None:
+        """Gives all memory back. No read may be in flight, and nothing may compute any more."""
+        self._memory.close()
+
+    def provide(self, blocks: memoryview) -> None:
+        """The blocks are about to be read. Called by lanes."""
+        if self._poison:
+            protect(Pages.of(blocks), accessible=True)
+
+    def forbid(self, slot: Pages) -> None:
+        """The expert in a slot was evicted."""
+        if self._poison:
+            protect(slot, accessible=False)
+
+    def expose(self) -> None:
+        """Makes everything accessible: a faulted graph may still run a product before it stops."""
+        if self._poison:
+            protect(self.range, accessible=True)
+
+    def _nbytes(self, layers: Sequence[int]) -> int:
+        """Room for all experts of layers of one size, in whole huge pages."""
+        needed = sum(self._experts[layer] * self._stride[layer] for layer in layers)
+        return -(-needed // HUGE) * HUGE
+
+
+def _places(tensors: Sequence[ExpertTensor]) -> list[Place]:
+    places, start = [], 0
+    for tensor in tensors:
+        aligned = tensor.expert_bytes % BLOCK == 0
+        places.append(Place(tensor, start, tensor.offset % BLOCK if aligned else 0))
+        start += _room(tensor)
+    return places
+
+
+def _room(tensor: ExpertTensor) -> int:
+    """Bytes of the whole blocks around any slice of the tensor."""
+    return ceil_block(tensor.expert_bytes) + BLOCK
+
+
+def _strides(by_layer: Mapping[int, Sequence[ExpertTensor]]) -> dict[int, int]:
+    """Bytes of a slot by layer: equal for layers whose experts are equally large, although blocks
+    may cut their projections differently."""
+    largest: dict[int, int] = {}
+    size = {layer: sum(t.expert_bytes for t in of) for layer, of in by_layer.items()}
+    for layer, of in by_layer.items():
+        room = sum(map(_room, of))
+        largest[size[layer]] = max(room, largest.get(size[layer], 0))
+    return {layer: largest[nbytes] for layer, nbytes in size.items()}

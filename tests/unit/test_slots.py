@@ -1,0 +1,91 @@
+"""Slots and pools on their own, and how a cache divides its budget."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import pairwise
+
+import pytest
+
+from routeahead.experts import cache
+from routeahead.experts.cache import ExpertCache
+from routeahead.experts.layout import BLOCK, ExpertTensor
+from routeahead.experts.slots import HUGE, Slots
+
+
+def tensor(layer: int, projection: str, offset: int, expert_bytes: int) -> ExpertTensor:
+    return ExpertTensor("t", layer, projection, "F32", 4, 0, offset, expert_bytes)
+
+
+def test_aligned_slices_land_in_place_and_others_are_moved() -> None:
+    up, down = tensor(0, "up", 5 * BLOCK + 96, 2 * BLOCK), tensor(0, "down", 96, BLOCK + 32)
+    slots = Slots([up, down])
+    (pool,) = slots.share_out([[0]])
+    first, second = slots.places[0]
+    assert (first.phase, second.phase) == (96, 0)
+    for expert in range(4):
+        assert pool.target(first, expert, 3).shift == 0
+        assert pool.target(second, expert, 3).shift == 96 + 32 * expert
+    used: list[range] = []
+    for slot in range(4):
+        for place in (first, second):
+            target = pool.target(place, 3, slot)
+            assert target.offset % BLOCK == len(target.view) % BLOCK == 0
+            start = ctypes.addressof(ctypes.c_char.from_buffer(target.view)) - pool.address
+            assert start == slot * pool.stride + place.start
+            used.append(range(start, start + len(target.view)))
+            # After the move the slice is where the product looks for it.
+            assert place.phase + place.tensor.expert_bytes <= len(target.view)
+    assert all(a.stop <= b.start for a, b in pairwise(used))
+
+
+def test_layers_of_one_size_have_slots_of_one_size() -> None:
+    """Also where blocks cut their projections differently."""
+    sizes = {0: (96, 8192 - 96), 1: (4096, 4096)}
+    tensors = [
+        tensor(n, p, 0, b) for n, two in sizes.items() for p, b in zip("ud", two, strict=True)
+    ]
+    slots = Slots(tensors)
+    one, two = slots.share_out([[0], [1]])
+    assert one.stride == two.stride and two.address % HUGE == 0
+    assert one.address + 4 * one.stride <= two.address
+    (both,) = slots.share_out([[0, 1]])
+    assert both.stride == one.stride and slots.range.nbytes >= 8 * both.stride
+
+
+def test_the_lowest_free_slot_is_taken_and_the_end_given_back() -> None:
+    slots = Slots([tensor(0, "up", 0, HUGE)])
+    (pool,) = slots.share_out([[0]])
+    assert [pool.take() for _ in range(4)] == [0, 1, 2, 3]
+    for slot in (3, 0, 2):
+        memory = pool.target(slots.places[0][0], slot, slot).view
+        memory[:3] = memory[-BLOCK - 3 : -BLOCK] = b"abc"
+        pool.give(slot)
+    pool.shrink()
+    assert pool.count == 2  # slot 1 is in use
+    kept = pool.target(slots.places[0][0], 0, 0).view
+    assert bytes(kept[:3]) == b"abc"
+    gone = pool.target(slots.places[0][0], 3, 3).view
+    assert bytes(gone[:3]) == bytes(3)
+    assert [pool.take() for _ in range(3)] == [0, 2, 3]
+
+
+def test_a_budget_is_divided_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "PART_SLOTS", 4)
+    sizes = {0: 2, 1: 2, 3: 5, 4: 2}
+    small, large = ExpertCache(11, sizes), ExpertCache(44, sizes)
+    assert [*map(list, small.parts)] == [[0, 1, 4], [3]]
+    assert [*map(list, large.parts)] == [[0], [1], [4], [3]]
+    for experts in ([0, 1, 2, 3], [4, 5, 6, 7]):
+        assert large.lookup(0, experts).misses == experts
+    assert large.used == 8  # of 44: the rest is the other layers'
+    large.lookup(3, [0, 1, 2, 3, 4])
+    assert large.evictions == 4 and large.used == 8 + 25  # the batch stays until the next
+    assert large.lookup(1, [0]).victims == [(3, 0)]
+
+
+def test_another_budget_starts_empty() -> None:
+    held = ExpertCache(4, {0: 1})
+    held.lookup(0, [1, 2])
+    held.budget = 6
+    assert len(held) == held.used == 0 and held.misses == 2
