@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from support.commands import Command
 
+from routeahead.models import DEFAULT_MODEL
+
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 
 def refused(command: Command, *arguments: object) -> str:
-    done = command("serve", "-t", 1, "--cache-mb", 2, *arguments)
+    done = command("serve", DEFAULT_MODEL, "-t", 1, "--cache-mb", 2, *arguments)
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]
     assert done.returncode == 1 and line.startswith("routeahead: ")
     return line

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,6 +56,7 @@ def use(path: str) -> None:
     """Loads a model and evaluates, tokenises and detokenises a little."""
     from routeahead import Llama
 
+    warnings.simplefilter("ignore")  # what is loaded whole says so, with llama.cpp's own words
     llm = Llama(path, n_ctx=32, n_batch=32, n_threads=1, cache_mb=0, io_threads=1)
     tokens = llm.tokenize("Hello, wörld \n\0 1 + 2".encode(), special=True)[:8]
     llm.eval([token for token in tokens if token >= 0] or [0])  # a wrong tokenizer gives -1

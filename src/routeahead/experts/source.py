@@ -139,8 +139,8 @@ class ExpertSource:
 
     def resize(self, budget: int) -> None:
         """Changes the cache's budget between two batches; what no longer fits is given back."""
-        if self.settled is not None or not self.cache.budget:
-            self.cache.budget = budget  # slots had the numbers of their experts: begins empty
+        if self._laid_out <= 0 or self.settled is not None:
+            self.cache.budget = budget  # the next batch lays the slots out anew, empty
             return
         self._give(self.cache.resize(budget))
         self._laid_out = budget
