@@ -69,10 +69,12 @@ def test_a_fault_ends_the_generation(
     llm, reader = loaded
     model = models.LlamaCpp(llm, echo=False)
     reader.fault = fault
-    with pytest.raises(Exception, match="llama_decode returned 2"):
+    with pytest.raises(BaseException) as caught:
         answer(model)
-    with pytest.raises(kept):
-        llm.check()
+    if not isinstance(caught.value, KeyboardInterrupt):  # it arrived outside of llama_decode
+        assert "llama_decode returned 2" in str(caught.value)
+        with pytest.raises(kept):
+            llm.check()
     assert answer(models.LlamaCpp(llm, echo=False)) == "44"
 
 
