@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_runtest_setup() -> None:
+    """A test may have left another handler, and SIGINT's default would end this process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     from support.library import Library

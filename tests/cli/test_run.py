@@ -6,20 +6,16 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import Command, Done
 from support.library import Library
 
-from routeahead.cli import main as entry
 from routeahead.cli.options import mib
 from routeahead.models import DEFAULT_MODEL
-
-Done = subprocess.CompletedProcess[str]
-Command = Callable[..., Done]
 
 SUM = "What is 12 + 7?"
 # The embedded model goes on with this for ever.
@@ -40,23 +36,9 @@ def process(*arguments: object, text: bytes = b"", **environment: str) -> Done:
 
 
 @pytest.fixture
-def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def command(command: Command) -> Command:
     """The command in this process, with one compute thread for `run`."""
-
-    def call(*arguments: object) -> Done:
-        line = ["routeahead", *map(str, arguments)]
-        if arguments[0] == "run":
-            line += ["-t", "1"]
-        with monkeypatch.context() as changed:
-            changed.setattr(sys, "argv", line)
-            changed.setattr(sys, "unraisablehook", sys.unraisablehook)
-            changed.setattr(warnings, "showwarning", warnings.showwarning)
-            capfd.readouterr()
-            with pytest.raises(SystemExit) as ended:
-                entry.main()
-        return subprocess.CompletedProcess(line, ended.value.code, *capfd.readouterr())
-
-    return call
+    return lambda verb, *rest: command(verb, *rest, *(("-t", 1) if verb == "run" else ()))
 
 
 @pytest.fixture
