@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -83,15 +82,30 @@ def test_a_system_message_a_limit_and_a_resident_model() -> None:
     assert "stall" not in done.stderr
 
 
+OWN_TERMINAL = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 class Terminal:
     """A program in a terminal of its own."""
 
     def __init__(self, arguments: list[str], home: Path) -> None:
-        self.pid, self._terminal = pty.fork()
-        if not self.pid:
-            os.environ |= {"HOME": str(home), "TERM": "xterm", "XDG_STATE_HOME": str(home / "s")}
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.execv(arguments[0], arguments)
+        self._terminal, inner = pty.openpty()
+        environment = {"HOME": str(home), "TERM": "xterm", "XDG_STATE_HOME": str(home / "s")}
+        # Not `pty.fork`: this process has threads, and a fork of it may hang before it execs.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OWN_TERMINAL, *arguments],
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            env=os.environ | environment,
+            start_new_session=True,
+        )
+        os.close(inner)
         self.seen = ""
 
     def type(self, text: str) -> None:
@@ -111,9 +125,9 @@ class Terminal:
         return before
 
     def end(self) -> int:
-        status = os.waitpid(self.pid, 0)[1]
+        status = self.process.wait(60)
         os.close(self._terminal)
-        return os.waitstatus_to_exitcode(status)
+        return status
 
 
 @pytest.fixture
@@ -122,11 +136,8 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
     slow = ["--cache-mb", "0", "--throttle", "6"]
     started = Terminal([*COMMAND, *slow], tmp_path)
     yield started
-    try:
-        os.kill(started.pid, signal.SIGKILL)
-        os.waitpid(started.pid, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass
+    started.process.kill()
+    started.process.wait()
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal, tmp_path: Path) -> None:

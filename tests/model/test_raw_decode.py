@@ -33,11 +33,17 @@ class Fault(Exception):
     pass
 
 
-def failing(number: int) -> tuple[Callable[[Reader], Reader], list[Failing]]:
+def failing(
+    number: int, *, later: bool = False
+) -> tuple[Callable[[Reader], Reader], list[Failing]]:
+    """Fails at the read of that number; with `later`, at those after it as well."""
     made: list[Failing] = []
 
+    def strikes(count: int) -> bool:
+        return count == number or (later and count > number)
+
     def wrap(inner: Reader) -> Reader:
-        made.append(Failing(inner, lambda count: count == number, disk_error))
+        made.append(Failing(inner, strikes, disk_error))
         return made[0]
 
     return wrap, made
@@ -61,7 +67,7 @@ EARLY: list[dict[str, Any]] = [{"predict_prefetch": True}, {"prefetch": 2}]
 @pytest.mark.parametrize("settings", EARLY, ids=["predicted", "temporal"])
 def test_early_reads(load: Load, library: Library, settings: dict[str, Any]) -> None:
     """What is read early in one batch is used or forgotten in the next, also after a fault."""
-    wrap, made = failing(40)
+    wrap, made = failing(40, later=True)  # a guess that nobody uses may fail unnoticed
     llm = with_budget(load, NAME, 0.3, wrap_reader=wrap, poison=True, **settings)
     assert_right(llm, library)
     assert raw.decode(llm, PROMPT, 0) == -1  # the context holds another prompt: nothing ran
