@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
-import llama_cpp
-from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
+from routeahead.chat.template import ChatTemplate
 from routeahead.engine.llama import Llama
 from routeahead.errors import SettingsError
 
@@ -61,30 +58,10 @@ def tokens(llm: Llama, text: str, *, system: str | None, raw: bool) -> list[int]
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    # The template writes the token that begins a text, if there is one.
-    return llm.tokenize(_bytes(_render(llm, messages)), add_bos=False, special=True)
-
-
-def _render(llm: Llama, messages: list[dict[str, str]]) -> str:
-    """The messages as the model's template writes them, with the beginning of an answer."""
-    vocabulary = llama_cpp.llama_model_get_vocab(llm.model)
-
-    def special(token: int) -> str:
-        text = llama_cpp.llama_vocab_get_text(vocabulary, token) if token != -1 else b""
-        return text.decode(errors="replace")
-
     try:
-        formatter = Jinja2ChatFormatter(
-            template=llm.metadata[TEMPLATE],
-            eos_token=special(llm.token_eos()),
-            bos_token=special(llm.token_bos()),
-        )
-        given: Any = messages
-        return formatter(messages=given).prompt
-    except Exception as error:  # a template is a program, from the file
-        raise SettingsError(
-            f"the model's chat template fails: {error}; --raw does without it"
-        ) from None
+        return ChatTemplate(llm).prompt(messages).tokens
+    except SettingsError as error:
+        raise SettingsError(f"{error}; --raw does without it") from None
 
 
 def _bytes(text: str) -> bytes:
