@@ -148,7 +148,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal, tmp_pat
     stopped = terminal.wait_for("> ")
     assert "[stopped]" in stopped and "huit" not in stopped and "tok/s" in stopped
     terminal.type("half a line\x03")  # at the prompt it drops the line
-    terminal.wait_for("> ")
+    try:
+        terminal.wait_for("> ", 3)
+    except AssertionError:  # CPython's `input` notices at the next key if it was just beginning
+        terminal.type("\x03")
+        terminal.wait_for("> ")
     terminal.type("/reset\n")
     terminal.wait_for("> ")
     terminal.type("What is 12 + 30?\n")

@@ -53,6 +53,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Any] = (),
         variables: Mapping[str, Any] | None = None,
+        errors: str = "strict",
     ) -> Prompt:
         """The prompt that asks for the next answer.
 
@@ -60,6 +61,7 @@ class ChatTemplate:
             messages: as OpenAI's API has them, with texts as content.
             tools: functions that the model may call, in the same API's form.
             variables: of the template, such as `enable_thinking`.
+            errors: what to do with texts that are no Unicode, as in `str.encode`.
 
         Raises:
             SettingsError: the template refuses the messages, or they are no Unicode.
@@ -71,7 +73,7 @@ class ChatTemplate:
         given = {"tools": list(tools)} if tools and not plain else {}
         try:
             text = self._format(messages=prepared, **given, **(variables or {})).prompt  # type: ignore[arg-type]
-            data = text.encode("utf-8")
+            data = text.encode("utf-8", errors)
         except UnicodeEncodeError:
             raise SettingsError("messages: a text holds half of a surrogate pair") from None
         except Exception as error:  # whatever a template raises about messages that it refuses

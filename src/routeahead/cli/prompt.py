@@ -59,7 +59,7 @@ def tokens(llm: Llama, text: str, *, system: str | None, raw: bool) -> list[int]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     try:
-        return ChatTemplate(llm).prompt(messages).tokens
+        return ChatTemplate(llm).prompt(messages, errors="surrogateescape").tokens
     except SettingsError as error:
         raise SettingsError(f"{error}; --raw does without it") from None
 
