@@ -57,20 +57,8 @@ def chat(
     think: Annotated[
         bool, typer.Option("--think/--no-think", help="Let the model reason, if its template asks.")
     ] = True,
-    threads: Annotated[
-        int | None,
-        typer.Option("-t", min=1, max=512, help="Compute threads.", show_default="physical cores"),
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            "-c",
-            min=8,
-            max=1 << 30,
-            help="Context in tokens.",
-            show_default="4096, or the model's if smaller",
-        ),
-    ] = None,
+    threads: options.Threads = None,
+    context: options.Context = None,
     **settings: Any,
 ) -> None:
     """Talk with a model: a message a line, /help for what else there is."""

@@ -40,6 +40,20 @@ Model = Annotated[
         show_default="the built-in model, small, to try things out",
     ),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option("-t", min=1, max=512, help="Compute threads.", show_default="free cores"),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "-c",
+        min=8,
+        max=1 << 30,
+        help="Context in tokens.",
+        show_default="4096, or the model's if smaller",
+    ),
+]
 Csv = Annotated[
     Path | None, typer.Option(help="Write a row a decoded token.", rich_help_panel=TRACES)
 ]

@@ -47,20 +47,8 @@ def run(
         bool, typer.Option("--raw", help="Continue the prompt, without the model's chat template.")
     ] = False,
     n: Annotated[int, typer.Option("-n", min=0, help="Tokens to generate at most.")] = 256,
-    threads: Annotated[
-        int | None,
-        typer.Option("-t", min=1, max=512, help="Compute threads.", show_default="free cores"),
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            "-c",
-            min=8,
-            max=1 << 30,
-            help="Context in tokens.",
-            show_default="4096, or the model's if smaller",
-        ),
-    ] = None,
+    threads: options.Threads = None,
+    context: options.Context = None,
     report: Annotated[Path | None, typer.Option(help="Write the run as JSON to this file.")] = None,
     temp: Annotated[float, _sampling_option("Temperature; 0 decodes greedily.", min=0)] = 0.0,
     seed: Annotated[

@@ -52,20 +52,8 @@ def serve(
     embeddings: Annotated[
         bool, typer.Option("--embeddings", help="Serve /v1/embeddings, and no answers.")
     ] = False,
-    threads: Annotated[
-        int | None,
-        typer.Option("-t", min=1, max=512, help="Compute threads.", show_default="physical cores"),
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            "-c",
-            min=8,
-            max=1 << 30,
-            help="Context in tokens.",
-            show_default="4096, or the model's if smaller",
-        ),
-    ] = None,
+    threads: options.Threads = None,
+    context: options.Context = None,
     **settings: Any,
 ) -> None:
     """Serve a model over HTTP: chat, completions and messages, with a page at /."""
