@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.faults import STOPS, CutShort, Fault, RaisingStop
 from support.library import PROMPTS, Library, evaluate
 from support.readers import Failing, disk_error
 
@@ -23,16 +24,11 @@ from routeahead.engine import budget
 from routeahead.experts.lanes import Lanes
 from routeahead.experts.reader import FileReader, Reader
 from routeahead.llamacpp import ggml, node_filter
-from routeahead.llamacpp.eval_callback import EvalCallback
 
 Load = Callable[..., Llama]
 NAME = "qwen3moe"
 
 pytestmark = pytest.mark.fast
-
-
-class Fault(Exception):
-    pass
 
 
 def raise_fault() -> int:
@@ -127,9 +123,6 @@ def test_short_read_names_file_offset_and_expert(load: Load, tmp_path: Path) -> 
             llm.eval(token)
 
 
-STOPS = ["routed", "product", "streams", "final_weights"]
-
-
 @pytest.mark.filterwarnings("ignore:drop_cold_experts with")
 @pytest.mark.parametrize("error", [Fault, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("stop", STOPS)
@@ -147,20 +140,12 @@ def test_exception_at_every_stop(
     prompt, *tokens = PROMPTS[0]
     llm.eval(prompt)
     llm.phase = "decode"
-    stream, calls = llm.streamed.stream, 0
-    original = getattr(stream, stop)
-
-    def faulty(*arguments: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise error
-        return original(*arguments)
-
-    monkeypatch.setattr(stream, stop, faulty)
+    stream = llm.streamed.stream
+    raising = RaisingStop(getattr(stream, stop), error, call)
+    monkeypatch.setattr(stream, stop, raising)
     with pytest.raises(error):
         llm.eval(tokens[0])
-    assert calls == call  # the graph ended there: no further stop
+    assert raising.calls == call  # the graph ended there: no further stop
     assert llm.n_tokens == len(prompt)
     monkeypatch.undo()
     assert_recovers(llm, library)
@@ -171,17 +156,9 @@ def test_callback_cut_short_is_noticed(
 ) -> None:
     """ctypes drops an exception that escapes the callback: the filter must see it all the same."""
 
-    class Cut(EvalCallback):
-        armed = False
-
-        def _on_stop(self, address: int, ask: int) -> int:
-            if self.armed:
-                raise Fault
-            return super()._on_stop(address, ask)
-
     dropped: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda what: dropped.append(what.exc_type))
-    monkeypatch.setattr(engine, "EvalCallback", Cut)
+    monkeypatch.setattr(engine, "EvalCallback", CutShort)
     llm = load(NAME, cache_mb=0)
     prompt, *tokens = PROMPTS[0]
     llm.eval(prompt)

@@ -13,13 +13,13 @@ import llama_cpp
 import numpy as np
 import pytest
 from support import raw
+from support.faults import STOPS, CutShort, Fault, RaisingStop
 from support.library import PROMPTS, Library, evaluate, with_budget
 from support.readers import Failing, disk_error
 
 import routeahead.engine.streamed_model as engine
 from routeahead import Llama, Policy, ReadError
 from routeahead.experts.reader import Reader
-from routeahead.llamacpp.eval_callback import EvalCallback
 
 Load = Callable[..., Llama]
 NAME = "qwen3moe"
@@ -27,10 +27,6 @@ ABORTED = 2  # what llama.h says of a batch that was aborted
 PROMPT, *TOKENS = PROMPTS[0]
 
 pytestmark = pytest.mark.fast
-
-
-class Fault(Exception):
-    pass
 
 
 def failing(
@@ -136,7 +132,7 @@ def test_fault_of_an_announced_batch_is_not_the_next_ones(load: Load, library: L
 
 @pytest.mark.filterwarnings("ignore:drop_cold_experts with")
 @pytest.mark.parametrize("error", [Fault, KeyboardInterrupt])
-@pytest.mark.parametrize("stop", ["routed", "product", "streams", "final_weights"])
+@pytest.mark.parametrize("stop", STOPS)
 def test_exception_at_every_stop(
     load: Load,
     library: Library,
@@ -147,19 +143,11 @@ def test_exception_at_every_stop(
     dropping = {"cache_mb": 1, "force_cache": True, "drop_cold_experts": 1e-9}
     llm = load(NAME, poison=True, **(dropping if stop == "final_weights" else {"cache_mb": 0}))
     assert raw.decode(llm, PROMPT, 0) == 0
-    stream, calls = llm.streamed.stream, 0
-    original = getattr(stream, stop)
-
-    def faulty(*arguments: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise error
-        return original(*arguments)
-
-    monkeypatch.setattr(stream, stop, faulty)
+    stream = llm.streamed.stream
+    raising = RaisingStop(getattr(stream, stop), error, call=3)
+    monkeypatch.setattr(stream, stop, raising)
     assert raw.decode(llm, TOKENS[0], len(PROMPT)) == ABORTED
-    assert calls == 3  # the graph ended there: no further stop
+    assert raising.calls == 3  # the graph ended there: no further stop
     with pytest.raises(error):
         llm.check()
     monkeypatch.undo()
@@ -169,16 +157,8 @@ def test_exception_at_every_stop(
 def test_callback_cut_short_is_noticed(
     load: Load, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Cut(EvalCallback):
-        armed = False
-
-        def _on_stop(self, address: int, ask: int) -> int:
-            if self.armed:
-                raise Fault
-            return super()._on_stop(address, ask)
-
     monkeypatch.setattr(sys, "unraisablehook", lambda what: None)
-    monkeypatch.setattr(engine, "EvalCallback", Cut)
+    monkeypatch.setattr(engine, "EvalCallback", CutShort)
     llm = load(NAME, cache_mb=0)
     llm.streamed.callback.armed = True
     assert raw.decode(llm, PROMPT, 0) == ABORTED

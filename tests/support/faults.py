@@ -1,0 +1,39 @@
+"""Faults in the eval callback's stops, for the tests of both ways to decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from routeahead.llamacpp.eval_callback import EvalCallback
+
+STOPS = ["routed", "product", "streams", "final_weights"]
+
+
+class Fault(Exception):
+    """What no code of ours catches by name."""
+
+
+class RaisingStop:
+    """Wraps a stop of the stream: raises on one call, and counts all."""
+
+    def __init__(self, stop: Callable[..., Any], error: type[BaseException], call: int) -> None:
+        self._stop, self._error, self._call = stop, error, call
+        self.calls = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        if self.calls == self._call:
+            raise self._error
+        return self._stop(*arguments)
+
+
+class CutShort(EvalCallback):
+    """An eval callback from which an exception escapes once it is armed; ctypes drops it."""
+
+    armed = False
+
+    def _on_stop(self, address: int, ask: int) -> int:
+        if self.armed:
+            raise Fault
+        return super()._on_stop(address, ask)
