@@ -46,7 +46,7 @@ class Watching(Policy):
         if routing.hidden is not None:
             self.hidden += 1
             assert routing.hidden.dtype == np.float32
-            assert routing.hidden.shape == (self.model.width,)
+            assert routing.hidden.shape == (len(routing.ids), self.model.width)
             with pytest.raises(ValueError, match="read-only"):
                 routing.hidden[:] = 0
         with pytest.raises(ValueError, match="read-only"):

@@ -86,7 +86,8 @@ def test_own_input_gives_the_routers_choice(
         layer = routing.layer
         if llm.phase == "decode" and layer > llm.layout.moe_layers[0]:
             assert routing.hidden is not None
-            assert policy.offer(policy.serial, layer, ranker.rank(layer, routing.hidden))
+            ranking = ranker.rank(layer, routing.hidden[0])
+            assert policy.offer(policy.serial, layer, ranking[None])
 
     policy.predictions.settle = with_own_input  # type: ignore[method-assign]
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
@@ -256,17 +257,18 @@ def test_a_worker_that_hangs_leaves_the_router_alone(load: Load, library: Librar
 # --- passed through, for each reason ---
 
 
-def test_several_rows_pass(load: Load) -> None:
+def test_a_layer_that_routes_fewer_rows_is_the_routers(load: Load) -> None:
     llm = load("qwen3moe", cache_mb=8, route_ahead=1)
     prompt, *tokens = PROMPTS[0]
     llm.eval(prompt)
     llm.phase = "decode"
     llm.eval([tokens[0][0], tokens[1][0]])
     counts = route_ahead(llm).counts
-    # The last layer routes one row of the two, but its prediction would have needed two as well.
-    assert counts.by_reason["several_rows"] == committed_layers(llm) and counts.committed == 0
+    # The last layer routes one row of the two, whose output alone is wanted.
+    assert counts.by_reason["fewer_rows"] == 1
+    assert counts.committed == committed_layers(llm) - 1
     llm.eval(tokens[2])
-    assert counts.committed == committed_layers(llm)
+    assert counts.committed == 2 * committed_layers(llm) - 1
     assert_all_counted(llm)
 
 
@@ -318,9 +320,9 @@ def test_a_broken_read_disarms(load: Load, library: Library) -> None:
     assert watchdog.armed and watchdog.reproduced > 0
     at_topk, rng = source.at_topk, np.random.default_rng(0)
 
-    def scrambled(layer: int, topk: int) -> Floats | None:
-        hidden = at_topk(layer, topk)
-        return None if hidden is None else rng.permutation(hidden)
+    def scrambled(layer: int, topk: int, rows: int) -> Floats | None:
+        hidden = at_topk(layer, topk, rows)
+        return None if hidden is None else rng.permutation(hidden, axis=1)
 
     source.at_topk = scrambled
     with pytest.warns(UserWarning, match="have disarmed themselves: .* of 64 slots") as said:

@@ -43,9 +43,13 @@ def ids(*values: int) -> npt.NDArray[np.int32]:
     return np.array(values, np.int32)
 
 
+def rows(*values: int) -> npt.NDArray[np.int32]:
+    return ids(*values)[None]
+
+
 def test_commits_in_place_and_counts_agreement() -> None:
     policy = route_ahead(2, 5, 7)
-    assert policy.offer(policy.serial, 5, ids(4, 1, 9))
+    assert policy.offer(policy.serial, 5, rows(4, 1, 9))
     assert routed(policy, 2, [1, 2, 3]) == [[[1, 2, 3]], False]
     assert routed(policy, 5, [1, 2, 9]) == [[[4, 1, 9]], True]
     counts = policy.counts
@@ -54,15 +58,23 @@ def test_commits_in_place_and_counts_agreement() -> None:
     assert counts.by_reason["structural"] == 1
 
 
+def test_commits_each_row() -> None:
+    policy = route_ahead(0, 1)
+    assert policy.offer(policy.serial, 1, np.stack([ids(4, 1), ids(3, 9)]))
+    assert routed(policy, 1, [1, 2], [3, 9]) == [[[4, 1], [3, 9]], True]
+    counts = policy.counts
+    assert (counts.committed, counts.slots, counts.agreed_slots) == (1, 4, 3)
+
+
 def test_a_stale_ranking_is_never_committed() -> None:
     policy = route_ahead(0, 1)
     serial = policy.serial
-    assert policy.offer(serial, 1, ids(5, 6))
+    assert policy.offer(serial, 1, rows(5, 6))
     policy.begin("decode", 1)  # the token was abandoned, say
     assert routed(policy, 1, [1, 2]) == [[[1, 2]], False]
-    assert not policy.offer(serial, 1, ids(5, 6))
+    assert not policy.offer(serial, 1, rows(5, 6))
     assert not routed(policy, 1, [1, 2])[1]
-    assert policy.offer(policy.serial, 1, ids(5, 6)) and routed(policy, 1, [1, 2])[1]
+    assert policy.offer(policy.serial, 1, rows(5, 6)) and routed(policy, 1, [1, 2])[1]
     assert not routed(policy, 1, [1, 2])[1]  # nor is one committed twice
     assert policy.counts.by_reason["late"] == 3
 
@@ -70,19 +82,20 @@ def test_a_stale_ranking_is_never_committed() -> None:
 def test_reasons() -> None:
     policy = route_ahead(0, 1)
     routed(policy, 1, [1, 2], phase="prefill")
-    routed(policy, 1, [1, 2], [3, 4])
+    policy.offer(policy.serial, 1, np.stack([ids(1, 2), ids(3, 4)]))
+    routed(policy, 1, [1, 2])
     policy.cannot_predict(1, "unreadable")
     routed(policy, 1, [1, 2])
     policy.begin("decode", 1)
     policy.cannot_predict(1, "first_token")
     routed(policy, 1, [1, 2])
     policy.begin("decode", 2)
-    policy.offer(policy.serial, 1, ids(8, 9))
+    policy.offer(policy.serial, 1, rows(8, 9))
     policy.predictions.watchdog.disarmed = "because"
     routed(policy, 1, [1, 2])
     counted = {why: n for why, n in policy.counts.by_reason.items() if n}
     assert counted == dict.fromkeys(
-        ("prefill", "several_rows", "unreadable", "first_token", "disarmed"), 1
+        ("prefill", "fewer_rows", "unreadable", "first_token", "disarmed"), 1
     )
     assert policy.counts.passed_through == 4
 

@@ -76,7 +76,7 @@ class Observer(Protocol):
     def routed(self, layer: int, ids: Ids, hidden: Floats | None) -> bool:
         """`ids` (rows, top-k) of `layer`, in the graph's own memory: a write changes the routing.
 
-        `hidden` is the router's input (width,), in memory that this call may read: None unless
+        `hidden` is the router's input (rows, width), in memory that this call may read: None unless
         `router_input` was called and it could be read.
 
         Returns whether products of this layer must be announced to `product`.
@@ -324,7 +324,7 @@ class EvalCallback:
         self._topk = address
         if not self._state[ANNOUNCED]:
             self._at_unannounced(layer, tensor.ne[1])
-        hidden = self._input.at_topk(layer, address) if self._input else None
+        hidden = self._input.at_topk(layer, address, tensor.ne[1]) if self._input else None
         self._state[PLACED] = 0
         self._state[PENDING] = self._observer.routed(layer, _matrix(tensor), hidden)
         if layer in self._weights and self._observer.holding:

@@ -53,13 +53,14 @@ class RouterInput:
     def at_router(self, product: ggml.Tensor) -> None:
         """The router product was computed, and its input is intact."""
         hidden = ggml.tensor_at(product.src[1])
-        one = hidden.ne[1] == 1
-        self._copy = _hidden(int(hidden.data), int(hidden.ne[0]), copied=True) if one else None
+        width, rows = int(hidden.ne[0]), int(hidden.ne[1])
+        apart = hidden.nb[1] != 4 * width and rows > 1
+        self._copy = None if apart else _hidden(int(hidden.data), rows, width, copied=True)
 
-    def at_topk(self, layer: int, topk: int) -> Floats | None:
-        """The hidden vector (width,) at the top-k of `layer`, at address `topk`.
+    def at_topk(self, layer: int, topk: int, rows: int) -> Floats | None:
+        """The hidden vectors (rows, width) at the top-k of `layer`, at address `topk`.
 
-        None while nobody reads, for several rows, and if it is damaged or was not found.
+        None while nobody reads, and if they are damaged or were not found.
         """
         if layer not in self.routers:
             self.routers[layer] = read_router(topk)
@@ -70,13 +71,13 @@ class RouterInput:
         copied, self._copy = self._copy, None
         router = self.routers[layer]
         width = int(ggml.tensor_at(router.matrix).ne[0]) if router else 0
-        seen = start > 0 and end - start == 4 * width  # one row, whose fate the filter followed
+        seen = start > 0 and end - start == 4 * width * rows  # whose fate the filter followed
         if seen:
             (self.damaged if damaged else self._proven).add(layer)
         self._expect(self._next[layer])
         if copied is not None:
-            return copied
-        return _hidden(start, width) if seen and not damaged else None
+            return copied if len(copied) == rows else None
+        return _hidden(start, rows, width) if seen and not damaged else None
 
     def _expect(self, layer: int) -> None:
         """`layer` is the next one whose router product will be asked for."""
@@ -88,9 +89,9 @@ class RouterInput:
         state[STOP_AT_ROUTER] = layer in self.damaged or layer not in self._proven
 
 
-def _hidden(address: int, width: int, *, copied: bool = False) -> Floats:
-    memory: Any = (ctypes.c_float * width).from_address(address)
-    hidden: Floats = np.frombuffer(memory, np.float32)
+def _hidden(address: int, rows: int, width: int, *, copied: bool = False) -> Floats:
+    memory: Any = (ctypes.c_float * (rows * width)).from_address(address)
+    hidden: Floats = np.frombuffer(memory, np.float32).reshape(rows, width)
     hidden = hidden.copy() if copied else hidden
     hidden.flags.writeable = False  # it is the graph's
     return hidden

@@ -126,9 +126,10 @@ class PredictedPrefetch(PredictingPolicy):
     def routed(self, routing: Routing) -> None:
         self.predictions.settle(routing)
         guess = self.take(routing.layer)
-        if guess is not None and len(routing.ids) == 1:
-            self.slots += len(guess)
-            self.agreed_slots += len(set(guess.tolist()).intersection(routing.ids[0].tolist()))
+        if guess is not None and len(routing.ids) == len(guess):
+            self.slots += guess.size
+            for named, router in zip(guess.tolist(), routing.ids.tolist(), strict=True):
+                self.agreed_slots += len(set(named).intersection(router))
 
     def report(self, decode: Totals) -> dict[str, Any]:
         return {

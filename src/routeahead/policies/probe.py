@@ -61,11 +61,11 @@ class Probe(Policy):
             self._ranker.prepare()
 
     def routed(self, routing: Routing) -> None:
-        if self._decoding and routing.hidden is not None:
+        if self._decoding and routing.hidden is not None and len(routing.ids) == 1:
             for depth in (0, *DEPTHS):
                 target = self._model.later(routing.layer, depth)
                 if target is not None and target in self._ranker:
-                    ranked = self._ranker.rank(target, routing.hidden)
+                    ranked = self._ranker.rank(target, routing.hidden[0])
                     self.scores.predict(stale_gate(depth), target, ranked)
         self.scores.routed(routing.layer, routing.ids, score=self._decoding)
 

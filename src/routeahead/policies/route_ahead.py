@@ -146,12 +146,15 @@ class RouteAhead(PredictingPolicy):
             return
         predicted = self.take(layer)
         assert predicted is not None
+        if len(predicted) != len(routing.ids):  # rows whose output nobody wants stop before here
+            counts.by_reason["fewer_rows"] += 1
+            return
         counts.committed += 1
         agreement = counts.by_layer[layer]
-        agreement.slots += len(predicted)
-        router = routing.ids[0].tolist()
-        agreement.agreed_slots += len(set(predicted.tolist()).intersection(router))
-        routing.choose(predicted, 0)
+        agreement.slots += predicted.size
+        for chosen, router in zip(predicted.tolist(), routing.ids.tolist(), strict=True):
+            agreement.agreed_slots += len(set(chosen).intersection(router))
+        routing.choose(predicted)
 
     def _obstacle(self, routing: Routing) -> Reason | None:
         if routing.phase == "prefill":
@@ -160,8 +163,6 @@ class RouteAhead(PredictingPolicy):
             return "structural"
         if not self.predictions.watchdog.armed:
             return "disarmed"
-        if len(routing.ids) != 1:
-            return "several_rows"
         return None if routing.layer in self else self._missing.get(routing.layer, "late")
 
     def report(self, decode: Totals) -> dict[str, Any]:

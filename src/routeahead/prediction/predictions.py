@@ -5,7 +5,7 @@ this order (`routing.policy`):
 
 1. `settle`, in `routed`: rankings that have arrived are handed to the policy; with late="wait" the
    one for this very layer is waited for. The watchdog looks at the router's choice.
-2. `predict`: the hidden vector is given to the predictor, for the layer N further on.
+2. `predict`: the hidden vectors are given to the predictor, for the layer N further on.
 3. `issue`, in `issued` and `product`: the experts of every ranking that has arrived are read early.
 """
 
@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from routeahead.prediction.watchdog import Watchdog
 from routeahead.prediction.worker import Inline, Prediction, Worker
@@ -35,7 +37,7 @@ Reason = Literal[
     "first_token",
     "unranked",
     "unreadable",
-    "several_rows",
+    "fewer_rows",
     "late",
     "disarmed",
 ]
@@ -136,14 +138,9 @@ class Predictions:
         layer = routing.layer
         if self._asked:
             self._collect(layer, wait=self._late == "wait")
-        if (
-            self.watchdog.wants()
-            and routing.hidden is not None
-            and len(routing.ids) == 1
-            and layer in self.ranker
-        ):
-            router = routing.ids[0].copy()
-            self._submit(Prediction(self._consumer.serial, layer, routing.hidden, router), layer)
+        if self.watchdog.wants() and routing.hidden is not None and layer in self.ranker:
+            router, hidden = routing.ids[:1].copy(), routing.hidden[:1]
+            self._submit(Prediction(self._consumer.serial, layer, hidden, router), layer)
 
     def predict(self, routing: Routing) -> None:
         """The same routing: what it says of the layer N further on."""
@@ -153,8 +150,7 @@ class Predictions:
         target = self._model.later(routing.layer, self._consumer.depth)
         if target is not None:
             if routing.hidden is None:
-                why: Reason = "several_rows" if len(routing.ids) != 1 else "unreadable"
-                self._consumer.cannot_predict(target, why)
+                self._consumer.cannot_predict(target, "unreadable")
             elif target not in self.ranker:
                 seen = self.ranker.seen(target)
                 self._consumer.cannot_predict(target, "unranked" if seen else "first_token")
@@ -258,35 +254,41 @@ class Predictions:
         if ids is None or target < layer:
             return
         if self._recorded:
-            ids = self._recorded(self._position, target)
+            places = range(self._position, self._position + len(ids))
+            ids = np.stack([self._recorded(place, target) for place in places])
         if self._consumer.offer(prediction.serial, target, ids) and target > layer:
             self._fresh.append((target, self._worth_reading(target, ids, prediction)))
 
     def _worth_reading(self, layer: int, ids: Ids, prediction: Prediction) -> list[int]:
-        """The experts of a ranking, less those that are going to be dropped unread."""
-        experts: list[int] = ids.tolist()
+        """The experts of the rankings, each once and the rows' best first, less those that every
+        row is going to drop unread."""
         if prediction.logits is None:
-            return experts
-        shares = self.ranker.rule(layer).shares(prediction.logits, ids).tolist()
-        top, resident = max(shares), self._model.experts.resident
-        least = self._cold_share / len(experts)
-        return [
-            expert
-            for expert, share in zip(experts, shares, strict=True)
-            if share >= least or share == top or resident(layer, expert)
-        ]
+            return list(dict.fromkeys(ids.T.ravel().tolist()))
+        rule, resident, wanted = self.ranker.rule(layer), self._model.experts.resident, []
+        for row, logits in zip(ids, prediction.logits, strict=True):
+            shares = rule.shares(logits, row).tolist()
+            top, least = max(shares), self._cold_share / len(shares)
+            wanted += [
+                expert
+                for expert, share in zip(row.tolist(), shares, strict=True)
+                if share >= least or share == top or resident(layer, expert)
+            ]
+        return list(dict.fromkeys(wanted))
 
     def _rank(self, prediction: Prediction) -> Ids:
         """Runs on the predictor's thread."""
-        layer = prediction.layer
-        logits = self.ranker.logits(layer, prediction.hidden)
+        layer, hidden = prediction.layer, prediction.hidden
+        rule, logits = self.ranker.rule(layer), self.ranker.logits
         if self._cold_share:
-            prediction.logits = logits.copy()
-        return self.ranker.rule(layer).select(logits)
+            prediction.logits = np.stack([logits(layer, row).copy() for row in hidden])
+            return np.stack([rule.select(row) for row in prediction.logits])
+        if len(hidden) == 1:
+            return rule.select(logits(layer, hidden[0]))[None]
+        return np.stack([rule.select(logits(layer, row)) for row in hidden])
 
     def _watch(self, router: Ids, ids: Ids | None, spent_s: float) -> None:
         start = time.perf_counter()
-        why = self.watchdog.watch(router, ids) if ids is not None else ""
+        why = self.watchdog.watch(router[0], ids[0]) if ids is not None else ""
         if why:
             self._disarm(why)
         self.times.watchdog_s += spent_s + time.perf_counter() - start

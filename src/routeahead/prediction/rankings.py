@@ -22,14 +22,14 @@ class StepRankings:
         self._rankings.clear()
 
     def offer(self, serial: int, layer: int, ids: Ids) -> bool:
-        """A ranking (top_k,) for `layer`, best first; False if it is of another step."""
+        """Rankings (rows, top_k) for `layer`, best first; False if they are of another step."""
         if serial != self.serial:
             return False
         self._rankings[layer] = ids
         return True
 
     def take(self, layer: int) -> Ids | None:
-        """The layer's ranking, once; None if there is none."""
+        """The layer's rankings, once; None if there are none."""
         return self._rankings.pop(layer, None)
 
     def __contains__(self, layer: object) -> bool:

@@ -2,7 +2,7 @@
 
 Hand-overs between threads (worker only):
 
-* `Prediction`: the evaluation thread makes it, with a copy of the hidden vector, and from
+* `Prediction`: the evaluation thread makes it, with a copy of the hidden vectors, and from
   `submit` on only reads `done` and sets `void`. The worker writes `ids` and `logits`, or `error`,
   then `done`, then releases the prediction's lock; who finds `done`, or has acquired the lock in
   `wait`, may read the rest.
@@ -30,12 +30,13 @@ class Prediction:
     Attributes:
         serial: number of the decode step.
         layer: number of the layer that it is for.
-        ids: int32 (top_k,), best first, once `done`.
-        logits: float32 (n_expert,) that they come from; None if nobody needs them later.
+        hidden: float32 (rows, width), what it is made of.
+        ids: int32 (rows, top_k), best first, once `done`.
+        logits: float32 (rows, n_expert) that they come from; None if nobody needs them later.
         error: what went wrong instead.
         spent_s: seconds it took: CPU time of a worker, wall time inline (there a system call with
             cold caches would cost as much as what is measured).
-        router: what the layer's own router chose on the same vector, for the watchdog to compare;
+        router: what the layer's own router chose on the same vectors, for the watchdog to compare;
             None if this is a prediction indeed.
     """
 

@@ -135,9 +135,8 @@ class Routing:
         layer: the layer's number in the model.
         positions: int64 (rows,), each row's position in the sequence.
         ids: int32 (rows, top-k), the experts; read-only, see `choose`.
-        hidden: float32 (width,), what the layer's router was given; read-only, valid until
-            `predict` returns. None for several rows, if no policy wants it, and if it could not
-            be read.
+        hidden: float32 (rows, width), what the layer's router was given; read-only, valid until
+            `predict` returns. None if no policy wants it, and if it could not be read.
         weights: float32 (rows, top-k), final; read-only. None before `Policy.weighted`.
         dropped: bool (rows, top-k), slots that were dropped; None if there are none.
         committed: whether a policy has chosen.
