@@ -123,6 +123,7 @@ class ExpertSource:
         self._pools: list[tuple[Pool, Sequence[int]]] = []  # with the layers that share each
         self._bound: dict[int, int] = {}  # layer → slots that its tensors were told of
         self._laid_out = -1  # bytes of cache that the pools were made for
+        self._layer_bytes, self._token_bytes = layout.layer_bytes(), layout.token_bytes()
         self.cache = ExpertCache(0, layout.bytes_by_layer())
         self.lanes = Lanes(lanes, reader, slots)
         self._order: dict[str, int] = {}
@@ -317,8 +318,8 @@ class ExpertSource:
         an earlier layer of it made them take: one layer's experts may stand beside the cache.
         What is read early may as well, and its slots are not given back to be taken again."""
         held = sum(one.count * one.stride for one, _ in self._pools)
-        beside = self._layout.token_bytes() if self.prefetch.issued else 0
-        if held > self.cache.budget + self._layout.layer_bytes() + beside:
+        beside = self._token_bytes if self.prefetch.issued else 0
+        if held > self.cache.budget + self._layer_bytes + beside:
             for one, _ in self._pools:
                 if one is not pool:
                     one.shrink()
