@@ -26,6 +26,9 @@ _VERBS = {
     "replay": ("replay", "replay"),
     "io-report": ("io_report", "io_report"),
     "checksum": ("checksum", "checksum"),
+    "pull": ("models", "pull"),
+    "list": ("models", "list_models"),
+    "rm": ("models", "rm"),
 }
 
 

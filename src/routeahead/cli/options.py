@@ -15,6 +15,9 @@ import typer
 from routeahead.cli.terminal import note
 from routeahead.config import Settings
 from routeahead.errors import SettingsError
+from routeahead.hub.download import pull
+from routeahead.hub.reference import PREFIX, is_reference, parse
+from routeahead.hub.store import locate
 from routeahead.models import DEFAULT_MODEL
 from routeahead.policies.settings import CacheSize
 from routeahead.setting import (
@@ -36,7 +39,7 @@ _MIB = {"m": 1, "M": 1, "g": 1024, "G": 1024, "t": 1 << 20, "T": 1 << 20, None: 
 Model = Annotated[
     Path | None,
     typer.Argument(
-        help="GGUF file; of a split model, any of its shards.",
+        help="GGUF file (of a split model, any of its shards), or hf:OWNER/REPO:QUANT.",
         show_default="the built-in model, small, to try things out",
     ),
 ]
@@ -194,7 +197,20 @@ def size_option(text: Any) -> int:
 
 
 def model_path(given: Path | None) -> Path:
-    """The model to use: the built-in one if none was given."""
+    """The file of the model to use: the built-in one if none was given.
+
+    One of the hub is fetched if it is not here; if it is, nothing asks the network.
+
+    Raises:
+        ModelError: the hub does not have it.
+        SettingsError: it cannot be fetched.
+    """
+    text = "" if given is None else str(given)
+    if text.startswith(PREFIX):
+        wanted = parse(text)
+        return locate(wanted) or pull(wanted, note)
+    if given and ":" in text and is_reference(text) and not given.exists():
+        raise SettingsError(f"{text}: no such file; if it is a model of the hub, write hf:{text}")
     return given or DEFAULT_MODEL
 
 
