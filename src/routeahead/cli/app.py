@@ -25,6 +25,7 @@ _VERBS = {
     "eval": ("eval", "evaluate"),
     "replay": ("replay", "replay"),
     "io-report": ("io_report", "io_report"),
+    "report": ("report_page", "report"),
     "checksum": ("checksum", "checksum"),
     "pull": ("models", "pull"),
     "list": ("models", "list_models"),
