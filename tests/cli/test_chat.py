@@ -178,7 +178,7 @@ def test_a_model_that_reasons(library: Library) -> None:
         llm.metadata["tokenizer.chat_template"] = template
         made = ChatTemplate(llm)
         asked = [{"role": "user", "content": "a"}]
-        assert made.reasons and made.prompt(asked).thinking
+        assert made.form.reasoning and made.prompt(asked).thinking
         quiet = made.prompt(asked, variables={"enable_thinking": False})
         assert not quiet.thinking and quiet.tokens != made.prompt(asked).tokens
     finally:

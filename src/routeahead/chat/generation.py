@@ -51,6 +51,7 @@ class Ask:
         stop: texts that end the answer and are no part of it.
         grammar: what the answer has to satisfy, in GBNF.
         logprobs: how many alternatives to report of each token; None for no probabilities.
+        shown: control tokens that are given as text; others are none.
     """
 
     tokens: Sequence[int]
@@ -59,6 +60,7 @@ class Ask:
     stop: Sequence[str] = ()
     grammar: str | None = None
     logprobs: int | None = None
+    shown: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,9 @@ class Generation:
                 logprob = self._logprob(token)
                 before = self.tokens[-1] if self.tokens else self._ask.tokens[-1]
                 self.tokens.append(token)
-                pending += self._decoder.decode(llm.detokenize([token], prev_tokens=[before]))
+                special = token in self._ask.shown
+                data = llm.detokenize([token], prev_tokens=[before], special=special)
+                pending += self._decoder.decode(data)
                 found = [(at, text) for text in stop if (at := pending.find(text)) >= 0]
                 if found:
                     at, self.stopped_by = min(found)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from routeahead.chat.tools import CALL_END, CALL_START
+from routeahead.chat.forms import Form
 
 Kind = Literal["text", "reasoning", "call"]
-_THINK, _THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -18,6 +17,18 @@ class Segment:
 
     kind: Kind
     text: str
+
+
+class Parts(Protocol):
+    """Splits an answer."""
+
+    def feed(self, text: str) -> Iterator[Segment]:
+        """The segments that `text` completes or continues."""
+        ...
+
+    def close(self) -> Iterator[Segment]:
+        """What is left when the answer has ended."""
+        ...
 
 
 def withheld(text: str, markers: Sequence[str]) -> int:
@@ -30,9 +41,9 @@ def withheld(text: str, markers: Sequence[str]) -> int:
 
 
 class Segments:
-    """Splits an answer at the markers of reasoning and of calls."""
+    """Splits an answer at the markers of reasoning and of calls (`Parts`)."""
 
-    def __init__(self, *, reasoning: bool, calls: bool, thinking: bool = False) -> None:
+    def __init__(self, form: Form, *, reasoning: bool, calls: bool, thinking: bool = False) -> None:
         """
         Args:
             reasoning, calls: whether their markers mean anything here.
@@ -40,16 +51,25 @@ class Segments:
         """
         self._kind: Kind = "reasoning" if thinking else "text"
         self._begin: dict[str, Kind] = {}
-        if reasoning:
-            self._begin[_THINK] = "reasoning"
-        if calls:
-            self._begin[CALL_START] = "call"
+        self._thought = form.reasoning[1] if form.reasoning else ""
+        if reasoning and form.reasoning:
+            self._begin[form.reasoning[0]] = "reasoning"
+        self._calls = form.calls if calls else {}
+        self._begin |= dict.fromkeys(self._calls, "call")
+        self._begin |= dict.fromkeys(form.silent if calls else (), "text")
+        self._bare = calls and form.bare  # nothing but blanks has arrived
+        self._call = ""  # the marker that began the present call
         self._pending = ""
         self._fresh = True  # nothing of this part has been given out: white space is dropped
 
     def feed(self, text: str) -> Iterator[Segment]:
-        """The segments that `text` completes or continues."""
         self._pending += text
+        if self._bare and self._kind == "text":
+            if not (begun := self._pending.lstrip()):
+                return
+            self._bare = False
+            if begun.startswith("{"):
+                self._kind, self._call = "call", ""
         while True:
             ends = self._ends()
             found = [(at, m) for m in ends if (at := self._pending.find(m)) >= 0]
@@ -59,6 +79,7 @@ class Segments:
             yield from self._give(self._pending[:at], last=True)
             self._pending = self._pending[at + len(marker) :]
             self._kind, self._fresh = self._begin.get(marker, "text"), True
+            self._call = marker if self._kind == "call" else ""
         if self._kind != "call":
             keep = withheld(self._pending, ends)
             ready = self._pending[: len(self._pending) - keep]
@@ -66,17 +87,19 @@ class Segments:
             yield from self._give(ready)
 
     def close(self) -> Iterator[Segment]:
-        """What is left when the answer has ended."""
-        if self._kind == "call":  # it was cut off: no call
-            self._kind, self._pending = "text", CALL_START + self._pending
+        if self._kind == "call" and self._calls.get(self._call):  # it was cut off: no call
+            self._kind, self._pending = "text", self._call + self._pending
         yield from self._give(self._pending, last=True)
         self._pending = ""
 
     def _ends(self) -> Sequence[str]:
         """Markers that end the current part."""
         if self._kind == "reasoning":
-            return (_THOUGHT,)
-        return (CALL_END,) if self._kind == "call" else tuple(self._begin)
+            return (self._thought,)
+        if self._kind == "call":
+            end = self._calls.get(self._call)
+            return (end,) if end else tuple(self._calls)
+        return tuple(self._begin)
 
     def _give(self, text: str, last: bool = False) -> Iterator[Segment]:
         if self._fresh and self._begin:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,10 @@ from typing import Any
 import llama_cpp
 from llama_cpp.llama_chat_format import CHATML_CHAT_TEMPLATE, Jinja2ChatFormatter
 
-from routeahead.chat.tools import CALL_END, CALL_START, as_call, describe
+from routeahead.chat.channels import Channels
+from routeahead.chat.forms import CALL_END, CALL_START, form_of
+from routeahead.chat.segments import Parts, Segments
+from routeahead.chat.tools import as_call, describe
 from routeahead.engine.llama import Llama
 from routeahead.errors import SettingsError
 
@@ -34,13 +39,14 @@ class ChatTemplate:
     """The template in the model's metadata; ChatML if it has none.
 
     Attributes:
-        reasons: the template knows blocks of reasoning (`<think>`).
+        form: how its models write reasoning and calls.
     """
 
     def __init__(self, llm: Llama) -> None:
         text = llm.metadata.get("tokenizer.chat_template") or CHATML_CHAT_TEMPLATE
-        self.reasons = "think>" in text
+        self.form = form_of(text)
         self._knows_tools = "tools" in text
+        self._short_ids = _SHORT_ID.search(text) is not None
         self._llm = llm
         self._format = Jinja2ChatFormatter(
             template=text,
@@ -69,10 +75,11 @@ class ChatTemplate:
         plain = not self._knows_tools
         if tools and plain:
             messages = _with_system(messages, describe(tools))
-        prepared = [_written_out(m) if plain else _for_template(m) for m in messages]
+        prepared = [_written_out(m) if plain else self._for_template(m) for m in messages]
         given = {"tools": list(tools)} if tools and not plain else {}
+        given |= variables or {}
         try:
-            text = self._format(messages=prepared, **given, **(variables or {})).prompt  # type: ignore[arg-type]
+            text = self._rendered(prepared, given)
             data = text.encode("utf-8", errors)
         except UnicodeEncodeError:
             raise SettingsError("messages: a text holds half of a surrogate pair") from None
@@ -82,7 +89,65 @@ class ChatTemplate:
                 f"messages: the model's chat template refuses them: {reason}"
             ) from error
         tokens = self._llm.tokenize(data, add_bos=False, special=True)
-        return Prompt(tokens, thinking=self.reasons and text.rstrip().endswith("<think>"))
+        begin = self.form.reasoning[0] if self.form.reasoning else None
+        return Prompt(tokens, thinking=bool(begin) and text.rstrip().endswith(begin or ""))
+
+    def _rendered(self, messages: list[dict[str, Any]], given: dict[str, Any]) -> str:
+        """Most templates write the arguments of calls as JSON themselves; some, as DeepSeek's,
+        take them as text."""
+        try:
+            return str(self._format(messages=messages, **given).prompt)  # type: ignore[arg-type]
+        except TypeError:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            written = [_with_written_arguments(message) for message in messages]
+            return str(self._format(messages=written, **given).prompt)  # type: ignore[arg-type]
+
+    def parts(self, *, reasoning: bool = True, calls: bool, thinking: bool) -> Parts:
+        """What splits an answer; the arguments are those of `Segments`."""
+        if self.form.channels and (reasoning or calls):
+            return Channels()
+        return Segments(self.form, reasoning=reasoning, calls=calls, thinking=thinking)
+
+    def shown(self, *, calls: bool) -> frozenset[int]:
+        """Control tokens that are markers of the form: their text is needed to tell parts apart."""
+        found = set()
+        for marker in self.form.markers(calls=calls):
+            ids = self._llm.tokenize(marker.encode(), add_bos=False, special=True)
+            if len(ids) == 1:
+                found.update(ids)
+        return frozenset(found)
+
+    def _for_template(self, message: Message) -> dict[str, Any]:
+        """Arguments of calls as objects."""
+        made = {**message, "content": message.get("content") or ""}
+        if message.get("tool_calls"):
+            made["tool_calls"] = [
+                {**call, "function": as_call(call["function"])} for call in message["tool_calls"]
+            ]
+        if self._short_ids:
+            for one in (made, *made.get("tool_calls", ())):
+                for name in ("id", "tool_call_id"):
+                    if isinstance(one.get(name), str):
+                        one[name] = hashlib.sha256(one[name].encode()).hexdigest()[:9]
+        return made
+
+
+# Mistral's refuse calls whose ids have another length.
+_SHORT_ID = re.compile(r"length\s*!=\s*9")
+
+
+def _with_written_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of calls as JSON text."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def _text_of(llm: Llama, token: int) -> str:
@@ -91,16 +156,6 @@ def _text_of(llm: Llama, token: int) -> str:
     vocabulary = llama_cpp.llama_model_get_vocab(llm.model)
     text: bytes = llama_cpp.llama_vocab_get_text(vocabulary, token)
     return text.decode("utf-8", "replace")
-
-
-def _for_template(message: Message) -> dict[str, Any]:
-    """Arguments of calls as objects: templates write them as JSON themselves."""
-    made = {**message, "content": message.get("content") or ""}
-    if message.get("tool_calls"):
-        made["tool_calls"] = [
-            {**call, "function": as_call(call["function"])} for call in message["tool_calls"]
-        ]
-    return made
 
 
 def _written_out(message: Message) -> dict[str, Any]:

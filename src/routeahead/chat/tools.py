@@ -1,8 +1,6 @@
-"""Tools: how a model is told of them, and how its calls are read.
+"""Tools: how a model is told of them, and how a call that the client demands is held to its schema.
 
-A call is a JSON object with `name` and `arguments` between `<tool_call>` and `</tool_call>`, the
-form that Qwen's and Hermes' models are trained on. A call that the client demands is held to its
-schema by a grammar, whatever the model.
+What a model writes when it chooses to call one: `forms` and `calls`.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from typing import Any
 import llama_cpp
 from llama_cpp.llama_grammar import json_schema_to_gbnf
 
+from routeahead.chat.forms import CALL_END, CALL_START
 from routeahead.errors import SettingsError
 
-CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 # A schema that asks for more repetitions makes a grammar of as many rules, and a slow one.
 MAX_REPEAT = 1000
 MAX_GRAMMAR = 1 << 20  # characters
@@ -45,20 +43,6 @@ def as_call(function: Mapping[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(ValueError):  # else a template gets what the client had sent
             arguments = json.loads(arguments)
     return {"name": function["name"], "arguments": arguments}
-
-
-def read_call(text: str) -> tuple[str, str] | None:
-    """Name and arguments (JSON) of what a model wrote as a call; None if it is none."""
-    try:
-        call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-    if not isinstance(name, str):
-        return None
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return name, arguments
 
 
 def schema_of_calls(tools: Sequence[Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from routeahead.chat.generation import Ask, Generation, Sampling
-from routeahead.chat.segments import Segments
+from routeahead.chat.segments import Parts
 from routeahead.chat.template import ChatTemplate
 from routeahead.cli import options, terminal
 from routeahead.cli.open_model import open_model
@@ -123,12 +123,14 @@ class Conversation:
         """
         asked = [*self.messages, {"role": "user", "content": message}]
         prompt = self._template.prompt(asked, variables=self._variables)
-        generation = Generation(self._llm, Ask(prompt.tokens, self.sampling, self._limit))
+        shown = self._template.shown(calls=False)
+        ask = Ask(prompt.tokens, self.sampling, self._limit, shown=shown)
+        generation = Generation(self._llm, ask)
         before = replace(self._llm.counters.decode)
-        segments = Segments(reasoning=self._template.reasons, calls=False, thinking=prompt.thinking)
+        parts = self._template.parts(calls=False, thinking=prompt.thinking)
         answer, pieces = "", generation.pieces()
         try:
-            for segment in self._segments(pieces, segments):
+            for segment in self._segments(pieces, parts):
                 if segment.kind == "text":
                     answer += segment.text
                 style = "dim" if segment.kind == "reasoning" else ""
@@ -142,12 +144,12 @@ class Conversation:
         self.show(self._figures(generation, self._llm.counters.decode.minus(before)))
 
     @staticmethod
-    def _segments(pieces: Any, segments: Segments) -> Iterator[Any]:
+    def _segments(pieces: Any, parts: Parts) -> Iterator[Any]:
         """The parts of an answer; a blank line between reasoning and text."""
         last = None
         for source in (
-            (segment for piece in pieces for segment in segments.feed(piece.text)),
-            segments.close(),
+            (segment for piece in pieces for segment in parts.feed(piece.text)),
+            parts.close(),
         ):
             for segment in source:
                 if last and last != segment.kind:

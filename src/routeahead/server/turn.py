@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from routeahead.chat.calls import read_calls
 from routeahead.chat.generation import Ask, Finish, Generation, Sampling, TokenLogprob
-from routeahead.chat.segments import Kind, Segments
+from routeahead.chat.segments import Kind, Parts
 from routeahead.chat.template import ChatTemplate, Message
-from routeahead.chat.tools import grammar_of, read_call, schema_of_calls
+from routeahead.chat.tools import grammar_of, schema_of_calls
 from routeahead.engine.llama import Llama
 from routeahead.errors import SettingsError
 from routeahead.server.prompt_cache import PromptCache
@@ -100,20 +101,20 @@ class Turns:
         tokens, thinking = self._prompt(llm, turn)
         if self._prompts:
             self._prompts.restore(llm, tokens)
-        ask = Ask(tokens, turn.sampling, turn.limit, turn.stop, grammar, turn.logprobs)
+        free = turn.messages is not None and grammar is None
+        calls = free and bool(turn.tools)
+        shown = self._template.shown(calls=calls) if free else frozenset()
+        ask = Ask(tokens, turn.sampling, turn.limit, turn.stop, grammar, turn.logprobs, shown)
         generation = Generation(llm, ask)
         yield Started(generation.prompt_tokens, generation.cached_tokens)
         if turn.demanded:
             yield from _demanded(generation)
             return
-        free = turn.messages is not None and grammar is None
-        segments = Segments(
-            reasoning=free and self._template.reasons,
-            calls=free and bool(turn.tools),
-            thinking=thinking and grammar is None,
+        parts = self._template.parts(
+            reasoning=free, calls=calls, thinking=thinking and grammar is None
         )
         called = False
-        for event in _deltas(generation, segments):
+        for event in _deltas(generation, parts, turn.tools):
             called |= isinstance(event, Call)
             yield event
         yield Done(generation.finish, len(generation.tokens), called, generation.stopped_by)
@@ -139,22 +140,26 @@ class Turns:
         yield Started(len(self._prompt(llm, turn)[0]), 0)
 
 
-def _deltas(generation: Generation, segments: Segments) -> Iterator[Event | None]:
+def _deltas(generation: Generation, parts: Parts, tools: Sequence[Any]) -> Iterator[Event | None]:
     for piece in generation.pieces():
         logprobs = [piece.logprob] if piece.logprob else []
-        for segment in segments.feed(piece.text):
-            yield _event(segment.kind, segment.text, logprobs)
+        for segment in parts.feed(piece.text):
+            yield from _events(segment.kind, segment.text, logprobs, tools)
             logprobs = []
         yield Delta("text", "", logprobs) if logprobs else None
-    for segment in segments.close():
-        yield _event(segment.kind, segment.text, [])
+    for segment in parts.close():
+        yield from _events(segment.kind, segment.text, [], tools)
 
 
-def _event(kind: Kind, text: str, logprobs: Sequence[TokenLogprob]) -> Event:
-    call = read_call(text) if kind == "call" else None
-    if call:
-        return Call(*call)
-    return Delta("text" if kind == "call" else kind, text, logprobs)
+def _events(
+    kind: Kind, text: str, logprobs: Sequence[TokenLogprob], tools: Sequence[Any]
+) -> Iterator[Event]:
+    """A part's events; what looked like a call and is none is text."""
+    calls = read_calls(text, tools) if kind == "call" else []
+    if calls:
+        yield from (Call(*call) for call in calls)
+    else:
+        yield Delta("text" if kind == "call" else kind, text, logprobs)
 
 
 def _demanded(generation: Generation) -> Iterator[Event | None]:
@@ -163,5 +168,5 @@ def _demanded(generation: Generation) -> Iterator[Event | None]:
     for piece in generation.pieces():
         text += piece.text
         yield None
-    yield _event("call", text, [])
-    yield Done(generation.finish, len(generation.tokens), called=read_call(text) is not None)
+    yield from _events("call", text, [], ())
+    yield Done(generation.finish, len(generation.tokens), called=bool(read_calls(text)))
