@@ -31,6 +31,7 @@ from routeahead.setting import (
     facts_of,
     setting,
 )
+from routeahead.types import CachePolicy
 
 DenseMode = Literal["anon", "mmap"]
 
@@ -61,6 +62,12 @@ class Settings(
         low=0,
         metavar="MIB",
         unset="what one token routes to",
+    )
+    cache_policy: CachePolicy = setting(
+        "lru",
+        "Which experts leave a full cache: 'lru' (the least recently used) or 'decay' (those that "
+        "recent routings make least likely).",
+        STREAMING,
     )
     # Two lanes keep the disk's queue filled while one of them is between reads; with few cores
     # every further lane takes time from the matrix products (docs/architecture.md, "Lanes").

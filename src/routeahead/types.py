@@ -8,5 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 Phase = Literal["prefill", "decode"]
+CachePolicy = Literal["lru", "decay"]
 Ids = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]

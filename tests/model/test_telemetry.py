@@ -90,21 +90,35 @@ def reference_hits(path: Path, budget: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", ["qwen3moe", "mixed", "deepseek2", "gemma4"])
 @pytest.mark.parametrize("share", [0.1, 0.4, 1.0])
+@pytest.mark.parametrize("policy", [Policy.LRU, Policy.DECAY])
 def test_route_trace_replays_to_the_engines_own_hits(
-    load: Load, tmp_path: Path, name: str, share: float
+    load: Load, tmp_path: Path, name: str, share: float, policy: Policy
 ) -> None:
+    """The prompt is evaluated in four ubatches."""
     path = tmp_path / "route.csv"
-    llm = load(name, cache_mb=0, outputs=Outputs(route_trace=path))
+    llm = load(
+        name, cache_mb=0, cache_policy=policy.value, n_ubatch=4, outputs=Outputs(route_trace=path)
+    )
     assert llm.source
     budget = llm.source.cache.budget = int(llm.layout.expert_bytes * share)
     for batches in PROMPTS:
         evaluate(llm, batches)
-    decode = llm.counters.decode
+    decode, prefill = llm.counters.decode, llm.counters.prefill
     llm.close()
-    replayed = replay(read_trace(path), budget, Policy.LRU)
+    trace = read_trace(path)
+    replayed = replay(trace, budget, policy)
     assert (replayed.hits, replayed.misses) == (decode.hits, decode.misses)
-    assert reference_hits(path, budget) == (decode.hits, decode.misses)
+    in_all = sum(replayed.misses_by_batch)
+    assert in_all - replayed.misses == prefill.misses
+    assert sum(len(batch.experts) for batch in trace.batches) - in_all == (
+        decode.hits + prefill.hits
+    )
+    if policy is Policy.LRU:
+        assert reference_hits(path, budget) == (decode.hits, decode.misses)
     rows = csv_rows(path)
+    assert sum(int(row["expert_bytes"]) for row in rows if row["phase"] == "1") == (
+        replayed.bytes_read
+    )
     decoded = [row for row in rows if row["phase"] == "1"]
     assert sum(1 - int(row["residency"]) for row in decoded) == decode.misses
     assert all(row["expert"] == row["router_expert"] for row in rows)

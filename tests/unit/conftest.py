@@ -1,4 +1,4 @@
-"""Keeps llama.cpp and numba out of the unit tests: what they test must work without either."""
+"""Keeps llama.cpp out of the unit tests: what they test must work without it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-HEAVY = {"llama_cpp", "numba"}
+HEAVY = {"llama_cpp"}
 
 
 @pytest.fixture(autouse=True)

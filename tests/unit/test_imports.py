@@ -1,4 +1,4 @@
-"""The unit tests, and all that they import, do without llama.cpp and numba."""
+"""The unit tests import no llama.cpp, and numba only where a test compiles something."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class Stream:
         experts = ids[0].tolist() if len(ids) == 1 else ids.ravel().tolist()
         if len(ids) != 1 or self.policies:  # a policy may have chosen an expert twice in a row
             experts = list(dict.fromkeys(experts))
-        self._load = self.source.require(layer, experts)
+        self._load = self.source.require(layer, experts, ids if len(ids) != 1 else None)
         self._graph.use_slots(self.source.slots(layer, ids))
 
     def _provided(self) -> None:

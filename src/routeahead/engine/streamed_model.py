@@ -151,6 +151,7 @@ class StreamedModel:
             self._reader,
             lanes=self._settings.io_threads,
             bind=self._placement.bind,
+            cache_policy=self._settings.cache_policy,
         )
         self._closers.callback(source.close)
         self.budget = self._make_budget(source)

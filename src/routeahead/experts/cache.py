@@ -1,15 +1,17 @@
-"""Which experts are resident: a least-recently-used cache over (layer, expert), in bytes.
+"""Which experts are resident: a cache over (layer, expert), in bytes.
 
 Bookkeeping alone: it moves no byte and knows no address, so it can be driven by a recorded trace
-and compared with a reference.
+and compared with a reference. What goes first is `experts.eviction`'s.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+
+from routeahead.experts.eviction import LRU, Eviction, Key, MakeEviction
+from routeahead.types import Ids
 
 
 @dataclass
@@ -17,7 +19,7 @@ class Outcome:
     """What one lookup decided: experts to read, and (layer, expert) keys whose pages are free."""
 
     misses: list[int] = field(default_factory=list)
-    victims: list[tuple[int, int]] = field(default_factory=list)
+    victims: list[Key] = field(default_factory=list)
 
 
 PART_SLOTS = 1024
@@ -35,18 +37,17 @@ class _Part:
 
     layers: Sequence[int]
     budget: int
-    entries: OrderedDict[tuple[int, int], None] = field(default_factory=OrderedDict)
+    entries: Eviction
     used: int = 0
     beside: int = 0
 
 
 class ExpertCache:
-    """A least-recently-used cache of `budget` bytes.
+    """A cache of `budget` bytes.
 
     The budget is divided once and for all, in proportion to their bytes, between *parts*: layers
     whose experts are equally large, at most about `PART_SLOTS` experts together, so that a part's
-    experts can share slots of one size. Within a part the least recently used goes first, whichever
-    layer it is of.
+    experts can share slots of one size. Each part has an eviction of its own.
 
     One *batch* is what a layer needs at one moment: a token's top-k, or the union over a prompt's
     rows. Its experts stay until the next batch even if they exceed the budget, because the layer
@@ -66,11 +67,13 @@ class ExpertCache:
         hits, misses, evictions, rereads: totals; a re-read is a miss of what was read before.
     """
 
-    def __init__(self, budget: int, bytes_by_layer: dict[int, int]) -> None:
+    def __init__(
+        self, budget: int, bytes_by_layer: Mapping[int, int], make_eviction: MakeEviction = LRU
+    ) -> None:
         self.hits = self.misses = self.evictions = self.rereads = 0
-        self._bytes = bytes_by_layer
-        self._read_before: set[tuple[int, int]] = set()
-        self._batch: tuple[int, Collection[int]] = (-1, ())  # what computes now
+        self._bytes, self._make_eviction = bytes_by_layer, make_eviction
+        self._read_before: set[Key] = set()
+        self._batch_layer = -1  # the layer that computes now
         self._early: dict[int, dict[int, bool]] = {}  # layer → expert → whether it was absent
         self._parts: dict[int, _Part] = {}  # by layer
         self.budget = budget
@@ -83,11 +86,12 @@ class ExpertCache:
     def budget(self, budget: int) -> None:
         self._budget = budget
         self._early.clear()
-        self._batch = (-1, ())
+        self._batch_layer = -1
         total = sum(self._bytes.values())
         for layers in self._divide(budget):
             share = budget * sum(self._bytes[layer] for layer in layers) // total
-            self._parts.update(dict.fromkeys(layers, _Part(layers, share)))
+            entries = self._make_eviction({layer: self._bytes[layer] for layer in layers})
+            self._parts.update(dict.fromkeys(layers, _Part(layers, share, entries)))
 
     def _divide(self, budget: int) -> list[list[int]]:
         total, by_size = sum(self._bytes.values()), dict[int, list[int]]()
@@ -114,14 +118,14 @@ class ExpertCache:
         """Bytes of all entries now."""
         return sum(part.used for part in self._distinct())
 
-    def resize(self, budget: int) -> list[tuple[int, int]]:
+    def resize(self, budget: int) -> list[Key]:
         """Between two batches: another budget, divided as before; returns the victims."""
         parts, old = self._distinct(), sum(part.budget for part in self._distinct())
-        victims: list[tuple[int, int]] = []
-        self._budget, self._batch = budget, (-1, ())
+        victims: list[Key] = []
+        self._budget, self._batch_layer = budget, -1
         for part in parts:
             part.budget = budget * part.budget // old if old else budget // len(parts)
-            self._evict(part, victims, keep=0)
+            self._evict(part, victims, keep=False)
         return victims
 
     def would_hit(self, layer: int, expert: int) -> bool:
@@ -134,40 +138,38 @@ class ExpertCache:
         """Number of experts that are protected, because they were admitted early or found then."""
         return sum(len(experts) for experts in self._early.values())
 
-    def __contains__(self, key: tuple[int, int]) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return key in self._parts[key[0]].entries
 
     def __len__(self) -> int:
         return sum(len(part.entries) for part in self._distinct())
 
-    def lookup(self, layer: int, experts: Iterable[int]) -> Outcome:
+    def lookup(self, layer: int, experts: Sequence[int], rows: Ids | None = None) -> Outcome:
         """Marks a batch of distinct `experts` of `layer` as used and admits those that are absent.
 
         Returns the misses, in the order given, and the victims evicted for them. Victims are never
         part of the batch, and nothing still computes with them, because the graph runs a layer only
         after everything before it.
+
+        Args:
+            rows: int32 (rows, top-k), the experts of each row of the batch; None if it has one row.
         """
         outcome, part = Outcome(), self._parts[layer]
-        previous = self._parts.get(self._batch[0], part)
-        self._early.pop(self._batch[0], None)
-        self._batch = (layer, ())
+        previous = self._parts.get(self._batch_layer, part)
+        self._early.pop(self._batch_layer, None)
+        self._batch_layer = -1
         if previous is not part:
-            self._evict(previous, outcome.victims, keep=0)
-        self._evict(part, outcome.victims, keep=0)
-        entries, early, counted = part.entries, self._early.get(layer), 0
-        batch = list(experts)
+            self._evict(previous, outcome.victims, keep=False)
+        self._evict(part, outcome.victims, keep=False)
+        early = self._early.get(layer)
         if early:
             part.beside -= self._bytes[layer] * sum(early.values())
-        for expert in batch:
-            key = (layer, expert)
-            if key in entries:
-                entries.move_to_end(key)
-                counted += bool(early and early.get(expert))
-            else:
-                self._admit(part, key, outcome.misses)
-        self.hits += len(batch) - len(outcome.misses) - counted
-        self._batch = (layer, batch)
-        self._evict(part, outcome.victims, keep=len(batch))
+        outcome.misses = part.entries.use(layer, experts, rows)
+        self._read(part, layer, outcome.misses)
+        counted = sum(early.get(expert, False) for expert in experts) if early else 0
+        self.hits += len(experts) - len(outcome.misses) - counted
+        self._batch_layer = layer
+        self._evict(part, outcome.victims, keep=True)
         return outcome
 
     def admit_early(self, layer: int, experts: Iterable[int]) -> list[int]:
@@ -175,13 +177,13 @@ class ExpertCache:
 
         Returns the latter, in the order given.
         """
-        misses: list[int] = []
         part, early = self._parts[layer], dict.fromkeys(experts, False)
         self._early[layer] = early
-        for expert in early:
-            if (layer, expert) not in part.entries:
-                early[expert] = True
-                self._admit(part, (layer, expert), misses)
+        misses = [expert for expert in early if (layer, expert) not in part.entries]
+        for expert in misses:
+            early[expert] = True
+            part.entries.admit(layer, expert)
+        self._read(part, layer, misses)
         part.beside += self._bytes[layer] * len(misses)
         return misses
 
@@ -191,38 +193,26 @@ class ExpertCache:
         if here:
             self._early[layer] = here
 
-    def _admit(self, part: _Part, key: tuple[int, int], misses: list[int]) -> None:
-        part.entries[key] = None
-        misses.append(key[1])
-        part.used += self._bytes[key[0]]
-        self.misses += 1
-        if key in self._read_before:
-            self.rereads += 1
-        else:
-            self._read_before.add(key)
-
-    def _evict(self, part: _Part, victims: list[tuple[int, int]], *, keep: int) -> None:
-        """Evicts the oldest entries until the budget holds; the `keep` youngest are the batch's."""
-        while part.used - part.beside > part.budget and len(part.entries) > keep:
-            if self._early:
-                key = self._oldest_free(part)
-                if key is None:
-                    return
-                del part.entries[key]
+    def _read(self, part: _Part, layer: int, misses: Sequence[int]) -> None:
+        """Counts entries that were admitted because they are about to be read."""
+        part.used += self._bytes[layer] * len(misses)
+        self.misses += len(misses)
+        for expert in misses:
+            key = (layer, expert)
+            if key in self._read_before:
+                self.rereads += 1
             else:
-                key, _ = part.entries.popitem(last=False)
-            part.used -= self._bytes[key[0]]
-            self.evictions += 1
-            victims.append(key)
+                self._read_before.add(key)
 
-    def _oldest_free(self, part: _Part) -> tuple[int, int] | None:
-        """The oldest entry that is neither protected nor part of the batch."""
-        layer, batch = self._batch
-        for key in part.entries:
-            at, expert = key
-            if expert not in self._early.get(at, ()) and not (at == layer and expert in batch):
-                return key
-        return None
+    def _evict(self, part: _Part, victims: list[Key], *, keep: bool) -> None:
+        """Evicts until the budget holds; with `keep`, not what the latest batch uses."""
+        excess = part.used - part.beside - part.budget
+        if excess <= 0:
+            return
+        gone = part.entries.evict(excess, self._early, keep=keep)
+        part.used -= sum(self._bytes[layer] for layer, _ in gone)
+        self.evictions += len(gone)
+        victims += gone
 
     def release(self) -> None:
         """Ends every protection."""

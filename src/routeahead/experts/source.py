@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.experts.cache import ExpertCache
+from routeahead.experts.eviction import eviction
 from routeahead.experts.guesses import Guess, Guesses
 from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
 from routeahead.experts.layout import ModelLayout
 from routeahead.experts.reader import Reader
 from routeahead.experts.slots import Place, Pool, Slots
-from routeahead.types import Ids
+from routeahead.types import CachePolicy, Ids
 
 
 @dataclass
@@ -117,6 +118,7 @@ class ExpertSource:
         *,
         lanes: int,
         bind: Bind,
+        cache_policy: CachePolicy,
     ) -> None:
         self._layout, self._slots, self._bind = layout, slots, bind
         self._layers: dict[int, _Layer] = {}
@@ -124,7 +126,8 @@ class ExpertSource:
         self._bound: dict[int, int] = {}  # layer → slots that its tensors were told of
         self._laid_out = -1  # bytes of cache that the pools were made for
         self._layer_bytes, self._token_bytes = layout.layer_bytes(), layout.token_bytes()
-        self.cache = ExpertCache(0, layout.bytes_by_layer())
+        make_eviction = eviction(cache_policy, layout.n_expert)
+        self.cache = ExpertCache(0, layout.bytes_by_layer(), make_eviction)
         self.lanes = Lanes(lanes, reader, slots)
         self._order: dict[str, int] = {}
         self._early: dict[int, Load] = {}  # by layer, from `read_early` until the layer asks
@@ -169,12 +172,15 @@ class ExpertSource:
     def _sort(self, places: list[Place]) -> None:
         places.sort(key=lambda place: self._order.get(place.tensor.projection, 99))
 
-    def require(self, layer: int, experts: Sequence[int]) -> Load | None:
+    def require(self, layer: int, experts: Sequence[int], rows: Ids | None = None) -> Load | None:
         """Starts reading those of the distinct `experts` that are not resident.
 
         Returns what to wait for before computing with them; None if all are resident.
+
+        Args:
+            rows: int32 (rows, top-k), the experts of each row of the batch; None if it has one row.
         """
-        outcome = self.cache.lookup(layer, experts)
+        outcome = self.cache.lookup(layer, experts, rows)
         if outcome.victims:
             self._give(outcome.victims)
         early = self._early.pop(layer, None) if self._early else None

@@ -1,8 +1,9 @@
 """Which experts stay in memory: eviction policies to compare with the engine's.
 
-LRU is the engine's own class, so that a replay and a run agree exactly. The others do as it does: a
-batch's experts are looked up and admitted together, then entries outside of the batch are evicted
-until the budget holds. What the batch itself has in excess is evicted when the next lookup begins.
+LRU and decay are the engine's own, so that a replay and a run agree exactly. The others do as they
+do: a batch's experts are looked up and admitted together, then entries outside of the batch are
+evicted until the budget holds. What the batch itself has in excess is evicted when the next lookup
+begins.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import heapq
 import random
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
 from routeahead.experts.cache import ExpertCache, Outcome
-from routeahead.telemetry.route_trace import RouteTrace
+from routeahead.experts.eviction import Key, eviction
+from routeahead.telemetry.route_trace import RouteTrace, TraceError
+from routeahead.types import Ids
 
-Key = tuple[int, int]
 Rank = tuple[float, ...]
 
 
@@ -26,6 +28,7 @@ class Policy(str, Enum):
     """The names that a user gives."""
 
     LRU = "lru"
+    DECAY = "decay"
     LFU = "lfu"
     BELADY = "belady"
     RANDOM = "random"
@@ -34,7 +37,7 @@ class Policy(str, Enum):
 class Cache(Protocol):
     """What a replay asks of a cache."""
 
-    def lookup(self, layer: int, experts: Iterable[int]) -> Outcome: ...
+    def lookup(self, layer: int, experts: Sequence[int], rows: Ids | None = None) -> Outcome: ...
 
 
 class RankedCache(ABC):
@@ -60,7 +63,7 @@ class RankedCache(ABC):
     def rank(self, key: Key) -> Rank:
         """The rank of an entry of the batch just looked up. Called once for each, in order."""
 
-    def lookup(self, layer: int, experts: Iterable[int]) -> Outcome:
+    def lookup(self, layer: int, experts: Sequence[int], rows: Ids | None = None) -> Outcome:
         """See `ExpertCache.lookup`."""
         outcome = Outcome()
         self._evict(outcome.victims)
@@ -144,9 +147,26 @@ def make_cache(policy: Policy, budget: int, trace: RouteTrace) -> Cache:
     match policy:
         case Policy.LRU:
             return ExpertCache(budget, trace.expert_bytes)
+        case Policy.DECAY:
+            return ExpertCache(budget, trace.expert_bytes, eviction("decay", _n_expert(trace)))
         case Policy.LFU:
             return LFUCache(budget, trace.expert_bytes)
         case Policy.BELADY:
             return BeladyCache(budget, trace)
         case Policy.RANDOM:
             return RandomCache(budget, trace.expert_bytes)
+
+
+_MOST_EXPERTS = 4096  # decay counts every pair of a layer's experts
+
+
+def _n_expert(trace: RouteTrace) -> int:
+    """Experts of a layer, as far as the trace shows.
+
+    Raises:
+        TraceError: more than any model has.
+    """
+    highest = max(max(batch.experts) for batch in trace.batches)
+    if highest >= _MOST_EXPERTS:
+        raise TraceError(f"expert {highest}: decay takes layers of up to {_MOST_EXPERTS} experts")
+    return highest + 1

@@ -57,7 +57,7 @@ def replay(trace: RouteTrace, budget: int, policy: Policy) -> ReplayResult:
     misses_by_batch: list[int] = []
     lookups = misses = evictions = bytes_read = 0
     for batch in trace.batches:
-        outcome = cache.lookup(batch.layer, batch.experts)
+        outcome = cache.lookup(batch.layer, batch.experts, batch.rows)
         missing = len(outcome.misses)
         misses_by_batch.append(missing)
         if batch.phase == "decode":

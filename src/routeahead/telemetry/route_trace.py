@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,19 +32,22 @@ class TraceError(RouteAheadError, ValueError):
     """The trace cannot be used: it is missing, malformed, or has nothing to replay."""
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True)
+class Batch:
     """What one layer looks up at one moment.
 
     Attributes:
         step: position of the (first) token.
         experts: distinct, in order of first appearance. In decode a token's top-k in slot order;
             in prefill the union over the rows of a ubatch, row by row.
+        rows: int32 (rows, top-k), the experts of each row; None if it has one row.
     """
 
     phase: Phase
     step: int
     layer: int
     experts: tuple[int, ...]
+    rows: Ids | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class RouteTrace:
         if not counted:
             raise TraceError(f"{len(decoded)} decoded tokens: none is left after {warmup}")
         first, last = counted[0][0], counted[-1][-1]
-        before = [batch._replace(phase="prefill") for batch in self.batches[:first]]
+        before = [replace(batch, phase="prefill") for batch in self.batches[:first]]
         return RouteTrace(self.expert_bytes, [*before, *self.batches[first : last + 1]], self.slots)
 
     def decoded_tokens(self) -> list[list[int]]:
@@ -176,15 +177,33 @@ def _batches(slots: Slots, facts: dict[int, int]) -> list[Batch]:
     begins = new_layer | (new_token & (phase[1:] == PHASES.index("decode")))
     starts = [0, *(np.flatnonzero(begins) + 1).tolist()]
     ends = [*starts[1:], len(slots)]
-    ids = expert.tolist()
+    ids, counts = expert.astype(np.int32), np.diff(np.flatnonzero(np.r_[True, new_token, True]))
+    rows = np.searchsorted(np.cumsum(counts), [*starts, len(slots)], side="right")
     return [
-        Batch(PHASES[phase[start]], int(step[start]), int(layer[start]), _distinct(ids[start:end]))
-        for start, end in zip(starts, ends, strict=True)
+        Batch(
+            PHASES[phase[start]],
+            int(step[start]),
+            int(layer[start]),
+            tuple(dict.fromkeys(ids[start:end].tolist())),
+            _rows(ids[start:end], counts[first:last]),
+        )
+        for start, end, first, last in zip(starts, ends, rows[:-1], rows[1:], strict=True)
     ]
 
 
-def _distinct(experts: Iterable[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(experts))
+def _rows(ids: Ids, counts: npt.NDArray[np.int64]) -> Ids | None:
+    """`ids`, of which each row has as many as `counts` says, as rows; None if there is only one.
+
+    Layers choose as many for each row. Where a trace does not, rows repeat their last.
+    """
+    if len(counts) == 1:
+        return None
+    width = int(counts.max())
+    if len(ids) == width * len(counts):
+        return ids.reshape(len(counts), width)
+    starts = np.cumsum(counts) - counts
+    rows: Ids = ids[starts[:, None] + np.minimum(np.arange(width), counts[:, None] - 1)]
+    return rows
 
 
 def _check(slots: Slots, facts: dict[int, int]) -> None:
