@@ -15,7 +15,7 @@ from routeahead.experts.source import ExpertSource, Load
 from routeahead.llamacpp.eval_callback import EvalCallback
 from routeahead.llamacpp.router_input import RouterInput
 from routeahead.routing.policy import Routing
-from routeahead.telemetry.route_log import RouteLog
+from routeahead.telemetry.route_log import UNKNOWN, RouteLog
 from routeahead.types import Floats, Ids, Phase
 
 
@@ -113,7 +113,10 @@ class Stream:
     def _decide(self, layer: int, ids: Ids, hidden: Floats | None) -> None:
         """Lets the policies change the routing, and logs what became of it."""
         positions = self._position.rows(layer, len(ids))
+        lent = self._graph.ranked_for
         router = ids.copy() if self._log else None
+        if router is not None and lent is not None:
+            router[:] = UNKNOWN
         routing = self._routing = Routing(
             self.phase,
             layer,
@@ -123,9 +126,15 @@ class Stream:
             experts=self.source,
             scores=self._graph.selection_scores,
             hidden=hidden,
+            ranked_for=lent,
+            probabilities=self._graph.probabilities,
         )
         for policy in self.policies.routed:
             policy.routed(routing)
+        if lent is not None and not routing.committed:
+            raise StreamError(
+                f"layer {layer} has the experts of layer {lent}, whom it lent its router"
+            )
         if self._log and router is not None:
             cache = self.source.cache
             resident = {e for e in np.unique(ids).tolist() if cache.would_hit(layer, e)}

@@ -42,13 +42,11 @@ from routeahead.llamacpp.node_filter import (
     PENDING,
     PLACED,
     POINTED,
-    PRODUCTS,
     RESTED,
     RESTING,
     ROUTED,
     SETTLED,
     SETTLED_WIDTH,
-    SLOT_IDS,
     SLOTS_BEGIN,
     SLOTS_END,
     TOPK_PREFIX,
@@ -57,14 +55,14 @@ from routeahead.llamacpp.node_filter import (
     WEIGHTS,
     WEIGHTS_MASK,
 )
-from routeahead.llamacpp.router_graph import strip_views
+from routeahead.llamacpp.router_graph import gathers, strip_views, weights_gathered
 from routeahead.llamacpp.router_input import RouterInput
+from routeahead.llamacpp.slot_ids import SlotIds
 from routeahead.types import Floats, Ids
 
 _WEIGHTED_PREFIX = b"ffn_moe_weighted"
 _WEIGHTS_PREFIX = b"ffn_moe_weights"
 
-_TENSOR_BYTES = 512  # more than any ggml's tensor struct; what lies behind its name stays zero
 _NO_LAYER = 1 << 30  # any layer is the first after it
 
 _StopFunction = ctypes.CFUNCTYPE(ctypes.c_int8, ctypes.c_void_p, ctypes.c_int8)
@@ -123,6 +121,8 @@ class EvalCallback:
 
     Attributes:
         fault: the exception of the last batch that failed.
+        ranked_for: the layer whose experts the last top-k has ranked, if its layer's router was
+            lent; None if it has ranked its own.
     """
 
     _observer: Observer
@@ -135,13 +135,10 @@ class EvalCallback:
         self._layers: dict[bytes, int] = {}  # node name → layer
         self._routing: set[int] = set()  # addresses of top-k tensors known to route
         self._idle_topk = False  # some top-k routes nothing
-        self._slot_tensor: Any = (ctypes.c_char * _TENSOR_BYTES)()
-        self._slot_ids = ggml.Tensor.from_buffer(self._slot_tensor)
-        self._slot_ids.type, self._slot_ids.nb[0] = ggml.type_code("I32"), 4
-        self._slot_ids.ne[:] = (0, 0, 1, 1)
-        self._slots = np.empty(0, np.int32)  # what it shows
-        self._state[SLOT_IDS] = ctypes.addressof(self._slot_tensor)
+        self._slot_ids = SlotIds(self._state)
+        self._gathered: dict[int, int] = {}  # top-k → the node that gathers its weights
         self.fault: BaseException | None = None
+        self.ranked_for: int | None = None
         self._layer = _NO_LAYER  # the last one that was routed in an unannounced batch
         self._input: RouterInput | None = None
         self._topk = 0  # address of the last top-k
@@ -222,16 +219,7 @@ class EvalCallback:
         Nothing still reads the former routing's: the graph runs a layer's products before the next
         layer's top-k, which the stop came after.
         """
-        rows, columns = slots.shape
-        tensor = self._slot_ids
-        if slots.size > self._slots.size:
-            self._slots = np.empty(slots.size, np.int32)
-            tensor.data = self._slots.ctypes.data
-        self._slots[: slots.size] = slots.ravel()
-        self._state[PLACED] = 1
-        if (tensor.ne[0], tensor.ne[1]) != (columns, rows):
-            tensor.ne[:2] = (columns, rows)
-            tensor.nb[1:] = (4 * columns, 4 * columns * rows, 4 * columns * rows)
+        self._slot_ids.show(slots)
 
     @property
     def rested(self) -> int:
@@ -241,12 +229,25 @@ class EvalCallback:
     def selection_scores(self) -> Floats | None:
         """(rows, n_expert), what the last top-k ranked the experts by; valid at its stop only.
 
-        None if it ranked nothing: a table gave each token its experts.
+        None if it ranked nothing: a table gave each token its experts. Nor are they given if the
+        layer's router was lent.
         """
+        if self.ranked_for is not None:
+            return None
         node = strip_views(ggml.tensor_at(self._topk))
         if ggml.op_name(node) != "ARGSORT":
             return None
         return _floats(ggml.tensor_at(node.src[0]))
+
+    def probabilities(self) -> Floats | None:
+        """(rows, n_expert), what the last top-k's weights are gathered from, in the graph's own
+        memory: a write at its stop changes them. None if that is not found."""
+        gathered = self._gathered.get(self._topk)
+        if not gathered or not gathers(gathered, self._topk):  # another graph
+            gathered = self._gathered[self._topk] = weights_gathered(self._topk)
+        if not gathered:
+            return None
+        return _weights(ggml.tensor_at(int(ggml.tensor_at(gathered).src[0])))
 
     def begin(self) -> None:
         """Announces a batch: no top-k has been seen, nothing has gone wrong."""
@@ -280,16 +281,10 @@ class EvalCallback:
 
     def _end(self) -> None:
         """The batch is over: no later one may rest because this one did."""
-        self._point_back()
+        self._slot_ids.point_back()
+        if self._input:
+            self._input.lending.end()
         self._state[ANNOUNCED] = self._state[SETTLED] = self._state[RESTING] = 0
-
-    def _point_back(self) -> None:
-        """What the filter does at each stop, for the products behind the last one."""
-        for index in range(int(self._state[POINTED])):
-            product = ggml.tensor_at(int(self._state[PRODUCTS + index]))
-            if product.src[2] == self._state[SLOT_IDS]:
-                product.src[2] = int(self._state[ROUTED])
-        self._state[POINTED] = 0
 
     def _on_stop(self, address: int, ask: int) -> int:
         try:
@@ -325,6 +320,7 @@ class EvalCallback:
         if not self._state[ANNOUNCED]:
             self._at_unannounced(layer, tensor.ne[1])
         hidden = self._input.at_topk(layer, address, tensor.ne[1]) if self._input else None
+        self.ranked_for = self._input.lending.at_topk() if self._input else None
         self._state[PLACED] = 0
         self._state[PENDING] = self._observer.routed(layer, _matrix(tensor), hidden)
         if layer in self._weights and self._observer.holding:
@@ -411,7 +407,7 @@ def _name_words(name: bytes) -> npt.NDArray[np.int64]:
 
 
 def _weights(tensor: ggml.Tensor) -> Floats:
-    """A float32 tensor of ggml shape (1, top-k, rows), in place, as (rows, top-k)."""
+    """A float32 tensor of ggml shape (1, slots, rows), in place, as (rows, slots)."""
     slots, rows, slot_stride, row_stride = tensor.ne[1], tensor.ne[2], tensor.nb[1], tensor.nb[2]
     return _strided(tensor, rows, slots, row_stride, slot_stride)
 

@@ -30,6 +30,11 @@ For predictions it also proves that a router's input can be read at the top-k: R
 router matrix of the next layer; when its product is asked for, the input's address range is noted,
 and every later node of the layer that would write into that range sets DAMAGED. llama.cpp asks for
 all nodes up to a stop before it runs the first of them, so the proof is complete at the top-k.
+
+A layer's router may be *lent* to a later layer: its product, and what biases it, are pointed at the
+later layer's tensors in the same way as the products above, so that the ranking is the later
+layer's. No tensor of the model is written to: other contexts, and graphs that are not told to lend,
+never see it.
 """
 
 from __future__ import annotations
@@ -76,9 +81,16 @@ RESTED = 37  # experts that rows were routed to without a call into Python
 POINTED = 38  # products that are pointed at the slot numbers
 PRODUCTS = 39  # their addresses
 MAX_POINTED = 8
-STATE_WORDS = PRODUCTS + MAX_POINTED
+LENT = PRODUCTS + MAX_POINTED  # operands of the next layer's router that were exchanged
+OPERANDS = 3  # of a router: its matrix, the bias before and the bias after the activation
+LENT_FROM = LENT + 1  # addresses of those tensors; 0: there is none, or the router is not lent
+LENT_TO = LENT_FROM + OPERANDS  # of those that take their place
+LENT_AT = LENT_TO + OPERANDS  # of the nodes that have these operands now; 0: none
+STATE_WORDS = LENT_AT + OPERANDS
 
-_MUL, _MUL_MAT, _MUL_MAT_ID = (ggml.op_code(name) for name in ("MUL", "MUL_MAT", "MUL_MAT_ID"))
+_ADD, _MUL, _MUL_MAT, _MUL_MAT_ID = (
+    ggml.op_code(name) for name in ("ADD", "MUL", "MUL_MAT", "MUL_MAT_ID")
+)
 _VIEW, _RESHAPE, _PERMUTE, _TRANSPOSE = (
     ggml.op_code(name) for name in ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE")
 )
@@ -188,6 +200,36 @@ def _point_back(state: Any) -> Any:
 
 
 @numba.njit
+def _operand_word(operand: Any) -> Any:
+    """Where a node has it: the matrix is its first source, a bias the second."""
+    return _SRC_WORD if operand == 0 else _SRC_WORD + 1
+
+
+@numba.njit
+def _lend(state: Any, tensor: Any, words: Any, op: Any) -> Any:
+    """Asked about a node while the next layer's router is lent."""
+    for operand in range(OPERANDS):
+        fits = op == _MUL_MAT if operand == 0 else op == _ADD
+        word = _operand_word(operand)
+        if fits and state[LENT_FROM + operand] != 0 and words[word] == state[LENT_FROM + operand]:
+            words[word] = state[LENT_TO + operand]
+            state[LENT_AT + operand] = _address(tensor)  # type: ignore[call-arg]
+            state[LENT] += 1
+
+
+@numba.njit
+def _give_back(state: Any) -> Any:
+    """The router has run, or never will. As `_point_back`."""
+    for operand in range(OPERANDS):
+        if state[LENT_AT + operand] != 0:
+            words = carray(_pointer(state[LENT_AT + operand]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+            word = _operand_word(operand)
+            if words[word] == state[LENT_TO + operand]:
+                words[word] = state[LENT_FROM + operand]
+            state[LENT_AT + operand] = 0
+
+
+@numba.njit
 def _is_settled(state: Any, words: Any) -> Any:
     """Whether all experts of this top-k are in memory for good."""
     layer = 0
@@ -227,6 +269,8 @@ def _asked(state: Any, tensor: Any, words: Any, op: Any) -> Any:
         return 0
     weighted = state[TRACING] != 0 and op == _MUL and first == _PREFIX and second == _WEIGHTED
     at_router = state[ROUTER] != 0 and _watch_router(state, words, op)
+    if state[LENT_FROM] != 0:
+        _lend(state, tensor, words, op)
     weighed = state[WEIGHTS] != 0 and _ends_weights(state, words)
     return 1 if at_router or weighed or topk or weighted else 0
 
@@ -235,6 +279,7 @@ def _asked(state: Any, tensor: Any, words: Any, op: Any) -> Any:
 def _stopped(state: Any, tensor: Any, words: Any, op: Any) -> Any:
     """Whether to go on after the stop, 0 or 1, or that Python must say so."""
     _point_back(state)
+    _give_back(state)
     if op == _MUL_MAT_ID:
         return 1  # the stop was for what comes next
     topk = words[_NAME_WORD] == _PREFIX and words[_NAME_WORD + 1] & _TOPK_MASK == _TOPK_TAIL
@@ -323,6 +368,7 @@ def abort_check() -> Any:
             return False
         # llama.cpp asks when the node has run, so every thread has read which ids it uses.
         _point_back(state)
+        _give_back(state)
         state[FAULT], state[VOID] = 0, 1
         state[PENDING] = state[ROUTED] = state[WEIGHTS] = 0
         return True

@@ -37,10 +37,45 @@ class Router:
         matrix: address of the router matrix's tensor.
         rule: what turns its logits into a selection; None if they have no part in it, because a
             table gives each token its experts (DeepSeek 4's hash layers).
+        router_bias, selection_bias: addresses of the tensors that are added before and after the
+            activation; 0 if there is none, or more than one.
     """
 
     matrix: int
     rule: SelectionRule | None
+    router_bias: int = 0
+    selection_bias: int = 0
+
+    @property
+    def movable(self) -> bool:
+        """Whether the tensors above are all that sets this router apart from one with its rule, and
+        its probabilities are found."""
+        if not self.rule or not self.rule.weighing:
+            return False
+        router, selection = self.rule.router_bias, self.rule.selection_bias
+        return (router is None or self.router_bias > 0) and (
+            selection is None or self.selection_bias > 0
+        )
+
+    def computes_as(self, other: Router) -> bool:
+        """Whether this router's part of the graph, given the tensors of the `other`, is the other's
+        part of the graph."""
+        if not (self.movable and other.movable and self.rule and other.rule):
+            return False
+        pairs = (
+            (self.matrix, other.matrix),
+            (self.router_bias, other.router_bias),
+            (self.selection_bias, other.selection_bias),
+        )
+        return self.rule.steps == other.rule.steps and all(_alike(a, b) for a, b in pairs)
+
+
+def _alike(a: int, b: int) -> bool:
+    """Whether two tensors, or none and none, have the same type and shape."""
+    if not (a and b):
+        return a == b
+    one, other = ggml.tensor_at(a), ggml.tensor_at(b)
+    return (one.type, list(one.ne), list(one.nb)) == (other.type, list(other.ne), list(other.nb))
 
 
 def read_router(topk: int) -> Router | None:
@@ -53,13 +88,13 @@ def read_router(topk: int) -> Router | None:
         return None
     node, groups, groups_used = _groups(strip_views(ggml.tensor_at(sort.src[0])))
     steps: list[str] = []  # from the logits on
-    biases: list[tuple[int, npt.NDArray[np.float32]]] = []  # (steps that follow it, values)
+    biases: list[tuple[int, int, npt.NDArray[np.float32]]] = []  # (steps after it, tensor, values)
     while (name := ggml.op_name(node)) != "MUL_MAT":
         if name == "ADD":
             bias = _bias(node, int(sort.ne[0]))
             if bias is None:
                 return None
-            biases.append((len(steps), bias))
+            biases.append((len(steps), int(node.src[1]), bias))
         elif name in _STEPS and _is_plain(node):
             steps.insert(0, name)
         elif not _picks_rows(node):
@@ -70,27 +105,68 @@ def read_router(topk: int) -> Router | None:
     shape = (int(matrix.ne[1]), matrix.ne[2], matrix.ne[3])
     if activation is None or matrix.op or hidden.type or shape != (int(sort.ne[0]), 1, 1):
         return None
+    router = [(tensor, values) for after, tensor, values in biases if after == len(steps)]
+    selection = [(tensor, values) for after, tensor, values in biases if after < len(steps)]
     rule = SelectionRule(
         top_k=int(top.ne[0]),
         activation=activation,
-        router_bias=_sum(bias for after, bias in biases if after == len(steps)),
-        selection_bias=_sum(bias for after, bias in biases if after < len(steps)),
+        router_bias=_sum(values for _, values in router),
+        selection_bias=_sum(values for _, values in selection),
         groups=groups,
         groups_used=groups_used,
+        weighing=_weighing(topk, int(node.src[0])),
     )
-    return Router(int(node.src[0]), rule)
+    return Router(int(node.src[0]), rule, _only(router), _only(selection))
+
+
+def _only(biases: list[tuple[int, npt.NDArray[np.float32]]]) -> int:
+    return biases[0][0] if len(biases) == 1 else 0
+
+
+def weights_gathered(topk: int) -> int:
+    """Address of the node that gathers the weights of the top-k at `topk`; 0 if none is found.
+
+    Its source, the *probabilities*, is intact until then, which is after the top-k.
+    """
+    return next((node for node in ggml.tensors_after(topk) if gathers(node, topk)), 0)
+
+
+def gathers(address: int, topk: int) -> bool:
+    """Whether the tensor at `address` is rows that were chosen by the top-k at `topk`."""
+    node = ggml.tensor_at(address)
+    return bool(node.src[1] == topk and node.op == ggml.op_code("GET_ROWS"))
+
+
+def _weighing(topk: int, matrix: int) -> Activation | None:
+    """What turns the logits into the probabilities; None if it is not understood.
+
+    It may be something else than what the experts are ranked by: Llama 4 ranks by logits."""
+    gathered, steps, biased = weights_gathered(topk), list[str](), False
+    node = strip_views(_source(ggml.tensor_at(gathered))) if gathered else None
+    while node and (name := ggml.op_name(node)) != "MUL_MAT":
+        if name in _STEPS and _is_plain(node) and not biased:
+            steps.insert(0, name)
+        elif name == "ADD":
+            biased = True  # the router's bias: only the product comes before it
+        elif not _picks_rows(node):
+            return None
+        node = strip_views(_source(node))
+    return _ACTIVATIONS.get(tuple(steps)) if node and node.src[0] == matrix else None
+
+
+def _source(node: ggml.Tensor) -> ggml.Tensor:
+    return ggml.tensor_at(int(node.src[0]))
 
 
 def _table(topk: int) -> Router | None:
     """The router of a layer whose experts are looked up: its logits only become weights."""
-    for address in ggml.tensors_after(topk):
-        node = ggml.tensor_at(address)
-        if node.src[1] == topk and ggml.op_name(node) == "GET_ROWS":
-            node = strip_views(ggml.tensor_at(node.src[0]))
-            while ggml.op_name(node) in _STEPS:
-                node = strip_views(ggml.tensor_at(node.src[0]))
-            return Router(int(node.src[0]), None) if ggml.op_name(node) == "MUL_MAT" else None
-    return None
+    gathered = weights_gathered(topk)
+    if not gathered:
+        return None
+    node = strip_views(_source(ggml.tensor_at(gathered)))
+    while ggml.op_name(node) in _STEPS:
+        node = strip_views(_source(node))
+    return Router(int(node.src[0]), None) if ggml.op_name(node) == "MUL_MAT" else None
 
 
 def _picks_rows(node: ggml.Tensor) -> bool:

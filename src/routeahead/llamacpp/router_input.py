@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.llamacpp import ggml
+from routeahead.llamacpp.lending import Lending
 from routeahead.llamacpp.node_filter import (
     DAMAGED,
     ROUTER,
@@ -31,12 +32,14 @@ class RouterInput:
     """Follows a token through its MoE layers by means of the filter's state words.
 
     Attributes:
+        lending: routers that compute for a later layer.
         routers: by layer, as its graph showed it; None if it is not understood.
         damaged: layers whose input does not survive until the top-k.
     """
 
     def __init__(self, state: npt.NDArray[np.int64], layers: Sequence[int]) -> None:
         self._state = state
+        self.lending = Lending(state)
         self._first = layers[0]
         self._next = dict(zip(layers, [*layers[1:], layers[0]], strict=True))
         self._proven: set[int] = set()
@@ -78,6 +81,10 @@ class RouterInput:
         if copied is not None:
             return copied if len(copied) == rows else None
         return _hidden(start, rows, width) if seen and not damaged else None
+
+    def skip(self) -> None:
+        """The next layer's hidden vector is not wanted."""
+        self._state[ROUTER] = 0
 
     def _expect(self, layer: int) -> None:
         """`layer` is the next one whose router product will be asked for."""

@@ -1,8 +1,9 @@
-"""Router products outside of llama.cpp's graph: a router matrix times one hidden vector.
+"""Routers outside of llama.cpp's graph: what a router matrix says of one hidden vector.
 
-Each is a graph of one node that ggml computes on the calling thread. ggml's own kernel, and
-not another library's, because it adds in the same order as the model's graph does: in float32 the
-logits are the graph's to the last bit, so that a near-tie falls the same way.
+Each is a small graph that ggml computes on the calling thread: the product, and what the model's
+own graph does with it up to the ranking. ggml's kernels, and not another library's, because they
+add and sort in the same order: in float32 logits, probabilities and ranking are the graph's to the
+last bit, so that ties fall the same way. One call computes all of it, without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -16,14 +17,22 @@ import numpy.typing as npt
 from routeahead.errors import SettingsError, StreamError
 from routeahead.llamacpp import ggml
 from routeahead.routing.policy import Precision
-from routeahead.types import Floats
+from routeahead.routing.selection import Activation, SelectionRule
+from routeahead.types import Floats, Ids
 
 # What a router's weights are stored as. "f32" is the model's own weights, whatever their type;
 # "int8" is Q8_0, which has a scale for every 32 weights.
 _STORED = {"f16": "F16", "int8": "Q8_0"}
 
-_NODES = 8  # room in a graph
-_STRUCTS = 16 * 512  # bytes for the structs of a few tensors
+_NODES = 16  # room in a graph
+_STRUCTS = 32 * 512  # bytes for the structs of that many tensors and their operands
+_F32, _DESCENDING = 0, 1
+_ACTIVATE: dict[Activation, tuple[str, ...]] = {
+    "none": (),
+    "softmax": ("ggml_soft_max",),
+    "sigmoid": ("ggml_sigmoid",),
+    "sqrt_softplus": ("ggml_softplus", "ggml_sqrt"),
+}
 
 
 def check_width(precision: Precision, width: int) -> None:
@@ -40,19 +49,29 @@ def check_width(precision: Precision, width: int) -> None:
 
 
 class RouterProduct:
-    """One layer's router matrix. One thread may use it at a time.
+    """One layer's router matrix, and what follows it. One thread may use it at a time.
 
     Attributes:
         width: numbers in a hidden vector.
         n_expert: logits.
+        probabilities: float32 (n_expert,), what the graph would gather the chosen experts' weights
+            from, in memory that each call reuses; None if the rule does not say.
     """
 
-    def __init__(self, weights: ggml.Tensor, precision: Precision) -> None:
+    probabilities: Floats | None = None
+
+    def __init__(
+        self,
+        weights: ggml.Tensor,
+        precision: Precision,
+        rule: SelectionRule | None = None,
+    ) -> None:
         """
         Prepares the product.
 
         Args:
-            weights: the model's matrix, ggml shape (width, n_expert); must outlive this object.
+            weights: the matrix, ggml shape (width, n_expert); must outlive this object.
+            rule: what follows the product; None if `logits` alone is called.
 
         Raises:
             SettingsError: the matrix cannot be stored at that precision.
@@ -64,16 +83,21 @@ class RouterProduct:
         if precision != "f32" and ggml.type_name(kind) != _STORED[precision]:
             kind, self._stored = self._convert(weights, _STORED[precision])
             data = self._stored.ctypes.data
+        self._rule = rule
         self._input = np.zeros(self.width, np.float32)
-        self._logits = np.zeros(self.n_expert, np.float32)
-        self._graph = _Graph(self._base)
-        matrix = self._graph.tensor(kind, self.width, self.n_expert, data)
-        row = self._graph.tensor(0, self.width, 1, self._input.ctypes.data)
-        product = self._base.ggml_mul_mat(self._graph.context, matrix, row)
-        self._graph.plan(product, self._logits)
+        self._graph = graph = _Graph(self._base)
+        matrix = graph.tensor(kind, self.width, self.n_expert, data)
+        row = graph.tensor(_F32, self.width, 1, self._input.ctypes.data)
+        product = graph.node("ggml_mul_mat", matrix, row)
+        self._logits = graph.result(product)
+        if rule:
+            self._follow(rule, product)
+        else:
+            graph.plan()
 
     def logits(self, hidden: Floats) -> Floats:
-        """Logits (n_expert,) of a hidden vector (width,), in memory that the next call reuses.
+        """Logits (n_expert,) of a hidden vector (width,), without any bias, in memory that the next
+        call reuses.
 
         Raises:
             StreamError: ggml refused.
@@ -81,6 +105,37 @@ class RouterProduct:
         np.copyto(self._input, hidden)
         self._graph.compute()
         return self._logits
+
+    def rank(self, hidden: Floats) -> Ids:
+        """Ids int32 (top_k,), best first, by the rule that was given.
+
+        Raises:
+            StreamError: ggml refused.
+        """
+        np.copyto(self._input, hidden)
+        self._graph.compute()
+        assert self._rule
+        if self._rule.groups:
+            return self._rule.among_groups(self._scores)
+        ids: Ids = self._order[: self._rule.top_k].copy()
+        return ids
+
+    def _follow(self, rule: SelectionRule, product: int) -> None:
+        """What llama.cpp's `build_moe_ffn` does with the product."""
+        graph = self._graph
+        logits = graph.add(product, rule.router_bias)
+        scores = probabilities = graph.activate(logits, rule.activation)
+        if rule.weighing and rule.weighing != rule.activation:
+            probabilities = graph.activate(logits, rule.weighing)
+        if rule.weighing:
+            self.probabilities = graph.result(probabilities)
+        scores = graph.add(scores, rule.selection_bias)
+        self._scores = graph.result(scores)
+        if not rule.groups:
+            self._order: Ids = graph.result(
+                graph.node("ggml_argsort", scores, _DESCENDING), np.int32
+            )
+        graph.plan()
 
     def _convert(self, weights: ggml.Tensor, name: str) -> tuple[int, npt.NDArray[np.uint8]]:
         base, kind = self._base, ggml.type_code(name)
@@ -93,22 +148,25 @@ class RouterProduct:
 
     def _float32(self, weights: ggml.Tensor) -> npt.NDArray[np.float32]:
         """The matrix (n_expert, width), whatever its type in the file."""
-        values = np.zeros((self.n_expert, self.width), np.float32)
         graph = _Graph(self._base)
         source = graph.tensor(weights.type, self.width, self.n_expert, int(weights.data))
-        graph.plan(self._base.ggml_cast(graph.context, source, 0), values)
+        values = graph.result(graph.node("ggml_cast", source, _F32))
+        graph.plan()
         graph.compute()
         return values
 
 
 class _Graph:
-    """A graph of one node whose operands and result lie in memory of ours."""
+    """A small graph whose operands and results lie in memory of ours."""
 
     def __init__(self, base: Any) -> None:
         self._base = base
         size = _STRUCTS + base.ggml_graph_overhead_custom(_NODES, False)
         self.context = ggml.new_context(size)
         self._free = base.ggml_free
+        self._graph = base.ggml_new_graph_custom(self.context, _NODES, False)
+        self._results: dict[int, npt.NDArray[Any]] = {}
+        self._operands: list[Floats] = []  # kept alive
 
     def tensor(self, kind: int, columns: int, rows: int, data: int) -> int:
         """Address of a tensor of type `kind` over the memory at `data`."""
@@ -116,13 +174,38 @@ class _Graph:
         ggml.tensor_at(address).data = data
         return address
 
-    def plan(self, node: int, result: npt.NDArray[np.float32]) -> None:
-        """Makes `node` what `compute` computes, into `result`."""
-        base = self._base
-        ggml.tensor_at(node).data = result.ctypes.data
-        self._graph = base.ggml_new_graph_custom(self.context, _NODES, False)
-        base.ggml_build_forward_expand(self._graph, node)
-        self._plan = base.ggml_graph_plan(self._graph, 1, None)
+    def node(self, function: str, *operands: int) -> int:
+        """Address of the node that one of ggml's functions makes."""
+        address: int = getattr(self._base, function)(self.context, *operands)
+        self.result(address)
+        return address
+
+    def add(self, node: int, bias: Floats | None) -> int:
+        """The sum of a node and float32 numbers; the node itself if there are none."""
+        if bias is None:
+            return node
+        self._operands.append(bias)
+        operand = self.tensor(_F32, len(bias), 1, bias.ctypes.data)
+        return self.node("ggml_add", node, operand)
+
+    def activate(self, node: int, activation: Activation) -> int:
+        for function in _ACTIVATE[activation]:
+            node = self.node(function, node)
+        return node
+
+    def result(self, node: int, dtype: Any = np.float32) -> npt.NDArray[Any]:
+        """Where a node's numbers will be, each of 4 bytes; the node is computed with the graph."""
+        if node not in self._results:
+            tensor = ggml.tensor_at(node)
+            values = np.zeros((tensor.ne[1], tensor.ne[0]), np.float32)
+            self._results[node], tensor.data = values, values.ctypes.data
+            self._base.ggml_build_forward_expand(self._graph, node)
+        values = self._results[node].view(dtype)
+        return values[0] if len(values) == 1 else values
+
+    def plan(self) -> None:
+        """The graph is complete."""
+        self._plan = self._base.ggml_graph_plan(self._graph, 1, None)
         self._work = np.zeros(max(1, self._plan.work_size), np.uint8)
         self._plan.work_data = self._work.ctypes.data
         self._plan_pointer = ctypes.byref(self._plan)

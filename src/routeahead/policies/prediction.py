@@ -23,7 +23,8 @@ class PredictionSettings(PolicySettings):
 
     route_ahead_compute: Compute = setting(
         "inline",
-        "Predict in the graph's callback ('inline') or on a thread of its own ('worker').",
+        "Predict in the graph's callback ('inline'), on a thread of its own ('worker'), or, with "
+        "route_ahead, by the graph's own router products ('graph').",
         ROUTE_AHEAD,
         needs=_PREDICTING,
     )
@@ -47,7 +48,13 @@ class PredictingPolicy(StepRankings, Policy):
     predictions: Predictions
 
     def predict_for(
-        self, model: Model, options: PredictionSettings, *, late: Late, read_early: ReadEarly
+        self,
+        model: Model,
+        options: PredictionSettings,
+        *,
+        late: Late,
+        read_early: ReadEarly,
+        weighing: bool = False,
     ) -> None:
         """Makes the predictions, which take the model's other policies into account."""
         forced, drop = model.find(ForcedRouting), model.find(DropCold)
@@ -67,6 +74,7 @@ class PredictingPolicy(StepRankings, Policy):
             read_early=read_early,
             recorded=forced.selection if forced else None,
             cold_share=drop.share if drop and drop.aware else 0.0,
+            weighing=weighing,
         )
 
     def cannot_predict(self, layer: int, reason: Reason) -> None:

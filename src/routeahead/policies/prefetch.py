@@ -126,9 +126,9 @@ class PredictedPrefetch(PredictingPolicy):
     def routed(self, routing: Routing) -> None:
         self.predictions.settle(routing)
         guess = self.take(routing.layer)
-        if guess is not None and len(routing.ids) == len(guess):
-            self.slots += guess.size
-            for named, router in zip(guess.tolist(), routing.ids.tolist(), strict=True):
+        if guess is not None and len(routing.ids) == len(guess.ids):
+            self.slots += guess.ids.size
+            for named, router in zip(guess.ids.tolist(), routing.ids.tolist(), strict=True):
                 self.agreed_slots += len(set(named).intersection(router))
 
     def report(self, decode: Totals) -> dict[str, Any]:

@@ -10,8 +10,9 @@ BigMoeOnEdge.)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
+from routeahead.errors import SettingsError
 from routeahead.policies.prediction import PredictingPolicy, PredictionSettings
 from routeahead.prediction.predictions import Late, Reason
 from routeahead.routing.policy import Model, Policy, Routing
@@ -22,6 +23,8 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 
 # Route-ahead leaves these routings to the router by design; others are worth a look.
 EXPECTED: tuple[Reason, ...] = ("structural", "prefill")
+
+Weights = Literal["true", "predicted"]
 
 _KNOWN = "a committed routing is known and read ahead, not guessed"
 
@@ -51,6 +54,27 @@ class RouteAheadSettings(PredictionSettings):
         ROUTE_AHEAD,
         needs=("route_ahead",),
     )
+    route_ahead_weights: Weights = setting(
+        "true",
+        "A committed expert's weight: its own router's ('true'), or what was predicted with it "
+        "('predicted', which spares route_ahead_compute='graph' the products).",
+        ROUTE_AHEAD,
+        needs=("route_ahead",),
+    )
+
+    def check(self) -> None:
+        if self.route_ahead_compute != "graph":
+            return
+        if not self.route_ahead:
+            raise SettingsError(
+                "route_ahead_compute='graph' gives a router's product to a later layer, and "
+                "predict_prefetch wants its own choice: use 'inline' or 'worker'"
+            )
+        if self.router_precision != "f32":
+            raise SettingsError(
+                "route_ahead_compute='graph' multiplies by the model's own matrices: leave "
+                "router_precision out, or use 'inline'"
+            )
 
     def make(self, model: Model) -> Policy | None:
         if not self.route_ahead:
@@ -114,18 +138,24 @@ class RouteAhead(PredictingPolicy):
     reads_early = "route-ahead"
 
     def __init__(
-        self, depth: int, *, late: Late = "wait", options: PredictionSettings | None = None
+        self, depth: int, *, late: Late = "wait", options: RouteAheadSettings | None = None
     ) -> None:
         """Commits what is predicted `depth` MoE layers early; `late` is what if it is not ready."""
         super().__init__()
         self.depth, self._late = depth, late
-        self._options = options or PredictionSettings()
+        self._options = options or RouteAheadSettings()
         self._missing: dict[int, Reason] = {}  # why there is no ranking
 
     def bind(self, model: Model) -> None:
         self.counts = AheadCounts({layer: Agreement() for layer in model.layers})
         self._first = frozenset(model.layers[: self.depth])
-        self.predict_for(model, self._options, late=self._late, read_early=model.experts.read_early)
+        self.predict_for(
+            model,
+            self._options,
+            late=self._late,
+            read_early=model.experts.read_early,
+            weighing=self._options.route_ahead_weights == "predicted",
+        )
 
     def next_step(self) -> None:
         super().next_step()
@@ -144,17 +174,19 @@ class RouteAhead(PredictingPolicy):
         if reason:
             counts.by_reason[reason] += 1
             return
-        predicted = self.take(layer)
-        assert predicted is not None
-        if len(predicted) != len(routing.ids):  # rows whose output nobody wants stop before here
+        ranking = self.take(layer)
+        assert ranking is not None
+        if len(ranking.ids) != len(routing.ids):  # rows whose output nobody wants stop before here
             counts.by_reason["fewer_rows"] += 1
             return
         counts.committed += 1
-        agreement = counts.by_layer[layer]
-        agreement.slots += predicted.size
-        for chosen, router in zip(predicted.tolist(), routing.ids.tolist(), strict=True):
-            agreement.agreed_slots += len(set(chosen).intersection(router))
-        routing.choose(predicted)
+        if self.predictions.compares(routing):
+            agreement = counts.by_layer[layer]
+            agreement.slots += ranking.ids.size
+            for chosen, router in zip(ranking.ids.tolist(), routing.ids.tolist(), strict=True):
+                agreement.agreed_slots += len(set(chosen).intersection(router))
+        routing.choose(ranking.ids)
+        self.predictions.weigh(routing, ranking)
 
     def _obstacle(self, routing: Routing) -> Reason | None:
         if routing.phase == "prefill":

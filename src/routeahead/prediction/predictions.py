@@ -4,8 +4,11 @@ Route-ahead commits what is predicted here, predicted prefetch only reads it. In
 this order (`routing.policy`):
 
 1. `settle`, in `routed`: rankings that have arrived are handed to the policy; with late="wait" the
-   one for this very layer is waited for. The watchdog looks at the router's choice.
-2. `predict`: the hidden vectors are given to the predictor, for the layer N further on.
+   one for this very layer is waited for. The watchdog looks at the router's choice. With
+   compute="graph" the graph itself may have ranked the experts of the layer N further on
+   (`llamacpp/lending.py`): that ranking is taken over.
+2. `predict`: otherwise the hidden vectors are given to the predictor, for the layer N further on.
+   With compute="graph" it is decided whether the next layer lends its router.
 3. `issue`, in `issued` and `product`: the experts of every ranking that has arrived are read early.
 """
 
@@ -22,12 +25,13 @@ import numpy as np
 
 from routeahead.prediction.watchdog import Watchdog
 from routeahead.prediction.worker import Inline, Prediction, Worker
-from routeahead.routing.policy import Model, Precision, Routing
+from routeahead.routing.policy import Model, Precision, Ranking, Routing
 from routeahead.telemetry.counters import Totals
-from routeahead.types import Ids, Phase
+from routeahead.types import Floats, Ids, Phase
 
-Compute = Literal["inline", "worker"]
+Compute = Literal["inline", "worker", "graph"]
 Late = Literal["pass", "wait"]
+_NO_HIDDEN = np.empty(0, np.float32)
 ReadEarly = Callable[[int, Sequence[int]], None]
 Recorded = Callable[[int, int], Ids]
 
@@ -42,7 +46,12 @@ Reason = Literal[
     "disarmed",
 ]
 
-_PREDICTORS: dict[str, type[Inline] | type[Worker]] = {"inline": Inline, "worker": Worker}
+# In a layer whose router is not lent, "graph" computes as "inline" does.
+_PREDICTORS: dict[Compute, type[Inline] | type[Worker]] = {
+    "inline": Inline,
+    "worker": Worker,
+    "graph": Inline,
+}
 
 
 @dataclass
@@ -70,7 +79,11 @@ class Consumer(Protocol):
 
     def next_step(self) -> None: ...
 
-    def offer(self, serial: int, layer: int, ids: Ids) -> bool: ...
+    def offer(
+        self, serial: int, layer: int, ids: Ids, probabilities: Floats | None = None
+    ) -> bool: ...
+
+    def rows(self, layer: int) -> int: ...
 
     def cannot_predict(self, layer: int, reason: Reason) -> None: ...
 
@@ -95,6 +108,7 @@ class Predictions:
         read_early: ReadEarly,
         recorded: Recorded | None = None,
         cold_share: float = 0.0,
+        weighing: bool = False,
     ) -> None:
         """
         Predicts for `consumer`, a policy of `model`.
@@ -105,12 +119,18 @@ class Predictions:
             cold_share: an expert whose predicted share of a routing is below this over top-k is
                 going to be dropped if it is not resident, so that it is not read early; the top
                 expert always is.
+            weighing: a ranking's probabilities are wanted with its ids.
         """
         self._model, self._consumer, self._late = model, consumer, late
         self.ranker = model.ranker(precision)
         self.watchdog = Watchdog(len(model.layers))
         self.times = PredictionTimes()
         self._predictor = _PREDICTORS[compute](self._rank)
+        self._lends, self._weighing = compute == "graph", weighing
+        self._keeps = weighing or bool(cold_share)  # probabilities
+        self._lender: int | None = None  # the next layer, if its router is lent
+        self._refused: set[int] = set()  # layers whose routers turned out not to be lent
+        self.sampled = False  # whether the watchdog looks at the next layer's routing
         self._read_early, self._recorded = read_early, recorded
         self._cold_share = cold_share
         self._asked: deque[Prediction] = deque()  # not yet collected, oldest first
@@ -130,6 +150,22 @@ class Predictions:
         self._consumer.next_step()
         if self._decoding:
             self.ranker.prepare()
+            self._arrange(self._model.layers[0])
+
+    def _arrange(self, layer: int) -> None:
+        """`layer` is routed next: is it watched, and does it lend its router?
+
+        Its own experts must be known by then, and the watchdog wants the router's own choice.
+        """
+        self._lender = None
+        self.sampled = self.watchdog.wants()
+        if not self._lends or self.sampled or self._consumer.rows(layer) != 1:
+            return  # a product of several rows may be computed by another kernel
+        target = self._model.later(layer, self._consumer.depth)
+        if target is None or target not in self.ranker or layer in self._refused:
+            return
+        if self.ranker.lend(layer, target, hidden=not self._weighing):
+            self._lender = layer
 
     def settle(self, routing: Routing) -> None:
         """A layer's router has chosen, and no policy has chosen otherwise yet."""
@@ -138,7 +174,11 @@ class Predictions:
         layer = routing.layer
         if self._asked:
             self._collect(layer, wait=self._late == "wait")
-        if self.watchdog.wants() and routing.hidden is not None and layer in self.ranker:
+        if routing.ranked_for is not None:
+            self._borrow(routing, routing.ranked_for)
+        elif layer == self._lender:
+            self._refused.add(layer)
+        if self.sampled and routing.hidden is not None and layer in self.ranker:
             router, hidden = routing.ids[:1].copy(), routing.hidden[:1]
             self._submit(Prediction(self._consumer.serial, layer, hidden, router), layer)
 
@@ -148,16 +188,18 @@ class Predictions:
             return
         start, inline = time.perf_counter(), 0.0
         target = self._model.later(routing.layer, self._consumer.depth)
-        if target is not None:
+        if target is not None and routing.ranked_for is None:
             if routing.hidden is None:
                 self._consumer.cannot_predict(target, "unreadable")
-            elif target not in self.ranker:
+            elif not self._predictable(target):
                 seen = self.ranker.seen(target)
                 self._consumer.cannot_predict(target, "unranked" if seen else "first_token")
             else:
                 prediction = Prediction(self._consumer.serial, target, routing.hidden)
                 self._submit(prediction, routing.layer)
                 inline = prediction.spent_s if isinstance(self._predictor, Inline) else 0.0
+        following = self._model.later(routing.layer, 1)
+        self._arrange(self._model.layers[0] if following is None else following)
         self.times.issue_s += max(0.0, time.perf_counter() - start - inline)
 
     def issue(self, layer: int) -> None:
@@ -171,6 +213,24 @@ class Predictions:
             self._read_early(target, experts)
         self._fresh.clear()
         self.times.issue_s += time.perf_counter() - start
+
+    def compares(self, routing: Routing) -> bool:
+        """Whether the router's own choice, which is in the routing, counts for agreement. In graph
+        mode only where it was sampled: the last layers, which never lend, would count for more."""
+        return self.sampled or not self._lends
+
+    def weigh(self, routing: Routing, ranking: Ranking) -> None:
+        """The routing's experts were chosen by the `ranking`: gives them its weights, if those are
+        wanted, or the layer's own router's, if it was lent."""
+        probabilities = ranking.probabilities if self._weighing else None
+        if not self._weighing and routing.ranked_for is not None:
+            assert routing.hidden is not None  # `_arrange` has asked for it
+            start = time.perf_counter()
+            own = self.ranker.own(routing.layer, routing.hidden[0])
+            probabilities = None if own is None else own[None]
+            self.times.gemv_s += time.perf_counter() - start
+        if probabilities is not None:
+            routing.weigh_by(probabilities)
 
     def recover(self) -> None:
         """After a fault: no prediction of the void token is of use."""
@@ -217,6 +277,19 @@ class Predictions:
         self._asked.clear()
         self._fresh.clear()
 
+    def _borrow(self, routing: Routing, target: int) -> None:
+        """The graph has ranked the experts of `target`."""
+        prediction = Prediction(self._consumer.serial, target, _NO_HIDDEN)
+        prediction.ids = routing.ids.copy()
+        prediction.probabilities = routing.probabilities() if self._keeps else None
+        self._take(prediction, routing.layer)
+
+    def _predictable(self, layer: int) -> bool:
+        """Whether what is wanted of the layer's router is known."""
+        if layer not in self.ranker:
+            return False
+        return not self._weighing or self.ranker.rule(layer).weighing is not None
+
     def _submit(self, prediction: Prediction, layer: int) -> None:
         """`layer` is the one that runs now."""
         self._predictor.submit(prediction)
@@ -256,17 +329,18 @@ class Predictions:
         if self._recorded:
             places = range(self._position, self._position + len(ids))
             ids = np.stack([self._recorded(place, target) for place in places])
-        if self._consumer.offer(prediction.serial, target, ids) and target > layer:
+        offered = self._consumer.offer(prediction.serial, target, ids, prediction.probabilities)
+        if offered and target > layer:
             self._fresh.append((target, self._worth_reading(target, ids, prediction)))
 
     def _worth_reading(self, layer: int, ids: Ids, prediction: Prediction) -> list[int]:
         """The experts of the rankings, each once and the rows' best first, less those that every
         row is going to drop unread."""
-        if prediction.logits is None:
+        if not self._cold_share or prediction.probabilities is None:
             return list(dict.fromkeys(ids.T.ravel().tolist()))
         rule, resident, wanted = self.ranker.rule(layer), self._model.experts.resident, []
-        for row, logits in zip(ids, prediction.logits, strict=True):
-            shares = rule.shares(logits, row).tolist()
+        for row, probabilities in zip(ids, prediction.probabilities, strict=True):
+            shares = rule.shares(probabilities, row).tolist()
             top, least = max(shares), self._cold_share / len(shares)
             wanted += [
                 expert
@@ -278,13 +352,17 @@ class Predictions:
     def _rank(self, prediction: Prediction) -> Ids:
         """Runs on the predictor's thread."""
         layer, hidden = prediction.layer, prediction.hidden
-        rule, logits = self.ranker.rule(layer), self.ranker.logits
-        if self._cold_share:
-            prediction.logits = np.stack([logits(layer, row).copy() for row in hidden])
-            return np.stack([rule.select(row) for row in prediction.logits])
-        if len(hidden) == 1:
-            return rule.select(logits(layer, hidden[0]))[None]
-        return np.stack([rule.select(logits(layer, row)) for row in hidden])
+        if prediction.router is not None:
+            return self.ranker.rank(layer, hidden[0])[None]
+        rows: list[Ids] = []
+        kept: list[Floats] = []
+        for row in hidden:
+            ids, probabilities = self.ranker.predict(layer, row)
+            rows.append(ids)
+            if self._keeps and probabilities is not None:
+                kept.append(probabilities.copy())
+        prediction.probabilities = np.stack(kept) if kept else None
+        return np.stack(rows)
 
     def _watch(self, router: Ids, ids: Ids | None, spent_s: float) -> None:
         start = time.perf_counter()

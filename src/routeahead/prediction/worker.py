@@ -3,9 +3,9 @@
 Hand-overs between threads (worker only):
 
 * `Prediction`: the evaluation thread makes it, with a copy of the hidden vectors, and from
-  `submit` on only reads `done` and sets `void`. The worker writes `ids` and `logits`, or `error`,
-  then `done`, then releases the prediction's lock; who finds `done`, or has acquired the lock in
-  `wait`, may read the rest.
+  `submit` on only reads `done` and sets `void`. The worker writes `ids` and `probabilities`, or
+  `error`, then `done`, then releases the prediction's lock; who finds `done`, or has acquired the
+  lock in `wait`, may read the rest.
 * `void` goes the other way: the evaluation thread sets it when nobody wants the prediction any
   more. The worker may see it too late and compute for nothing, which does no harm: a prediction
   carries the serial number of its step.
@@ -32,7 +32,7 @@ class Prediction:
         layer: number of the layer that it is for.
         hidden: float32 (rows, width), what it is made of.
         ids: int32 (rows, top_k), best first, once `done`.
-        logits: float32 (rows, n_expert) that they come from; None if nobody needs them later.
+        probabilities: float32 (rows, n_expert), see `Ranking`; None if nobody needs them later.
         error: what went wrong instead.
         spent_s: seconds it took: CPU time of a worker, wall time inline (there a system call with
             cold caches would cost as much as what is measured).
@@ -41,14 +41,14 @@ class Prediction:
     """
 
     __slots__ = (
-        "_settled", "done", "error", "hidden", "ids", "layer", "logits", "router", "serial",
-        "spent_s", "void",
+        "_settled", "done", "error", "hidden", "ids", "layer", "probabilities", "router",
+        "serial", "spent_s", "void",
     )  # fmt: skip
 
     def __init__(self, serial: int, layer: int, hidden: Floats, router: Ids | None = None) -> None:
         self.serial, self.layer, self.hidden, self.router = serial, layer, hidden, router
         self.ids: Ids | None = None
-        self.logits: Floats | None = None
+        self.probabilities: Floats | None = None
         self.error: BaseException | None = None
         self.spent_s = 0.0
         self.done = self.void = False

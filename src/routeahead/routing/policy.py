@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,19 @@ class Experts(Protocol):
         ...
 
 
+class Ranking(NamedTuple):
+    """What a router says of one hidden row.
+
+    Attributes:
+        ids: int32 (top_k,), best first.
+        probabilities: float32 (n_expert,), what the chosen experts' weights are gathered from; None
+            if they are not known.
+    """
+
+    ids: Ids
+    probabilities: Floats | None = None
+
+
 class Ranker(Protocol):
     """Ranks experts as a layer's own router would, on any hidden row."""
 
@@ -81,6 +94,24 @@ class Ranker(Protocol):
 
     def rank(self, layer: int, hidden: Floats) -> Ids:
         """Ids (top_k,), best first."""
+        ...
+
+    def predict(self, layer: int, hidden: Floats) -> Ranking:
+        """The ranking that predicts what `layer` will choose, from an earlier layer's hidden
+        row."""
+        ...
+
+    def own(self, layer: int, hidden: Floats) -> Floats | None:
+        """Probabilities (n_expert,) of the layer's own router, in memory that the next call for
+        the layer reuses; None if the graph does not show what it gathers weights from."""
+        ...
+
+    def lend(self, layer: int, target: int, *, hidden: bool) -> bool:
+        """Called at a routing: the router of `layer`, which is routed next, is to rank the experts
+        of `target` instead of its own. Returns whether the two are alike, so that it will.
+
+        `hidden`: whether the layer's hidden row is wanted nevertheless.
+        """
         ...
 
 
@@ -140,11 +171,14 @@ class Routing:
         weights: float32 (rows, top-k), final; read-only. None before `Policy.weighted`.
         dropped: bool (rows, top-k), slots that were dropped; None if there are none.
         committed: whether a policy has chosen.
+        ranked_for: the later layer whose experts `ids` are, because this layer's router was lent
+            to it (`Ranker.lend`); who lent it chooses this layer's. None otherwise.
     """
 
     __slots__ = (
-        "_experts", "_graph_ids", "_graph_weights", "_n_expert", "_scores", "committed", "dropped",
-        "hidden", "ids", "layer", "phase", "positions", "weights",
+        "_experts", "_graph_ids", "_graph_weights", "_n_expert", "_probabilities", "_scores",
+        "committed", "dropped", "hidden", "ids", "layer", "phase", "positions", "ranked_for",
+        "weights",
     )  # fmt: skip
 
     def __init__(
@@ -158,6 +192,8 @@ class Routing:
         experts: Experts,
         scores: Callable[[], Floats | None],
         hidden: Floats | None = None,
+        ranked_for: int | None = None,
+        probabilities: Callable[[], Floats | None] = lambda: None,
     ) -> None:
         """
         Makes a routing over the graph's own memory.
@@ -166,11 +202,12 @@ class Routing:
             ids: the graph's; what is written there is what the layer computes with, and an id
                 that is no expert would end the process.
             scores: see `scores`.
+            probabilities: see `probabilities`; the graph's own memory.
         """
         self.phase, self.layer, self.positions = phase, layer, positions
         self._graph_ids, self.ids = ids, _read_only(ids)
         self._n_expert, self._experts, self._scores = n_expert, experts, scores
-        self.hidden = hidden
+        self.hidden, self.ranked_for, self._probabilities = hidden, ranked_for, probabilities
         self._graph_weights: Floats | None = None
         self.weights: Floats | None = None
         self.dropped: npt.NDArray[np.bool_] | None = None
@@ -180,9 +217,32 @@ class Routing:
         """Float32 (rows, n_expert), what the router has just ranked the experts by.
 
         Biases included, -inf for experts that are out of the race. Valid in `Policy.routed` only;
-        not to be written to. None if a table, and not the router, gives each token its experts.
+        not to be written to. None if a table, and not the router, gives each token its experts, or
+        if the router was lent.
         """
         return self._scores()
+
+    def probabilities(self) -> Floats | None:
+        """Float32 (rows, n_expert), what the weights will be gathered from, as a copy.
+
+        Valid in `Policy.routed` only. None if the graph does not show it.
+        """
+        found = self._probabilities()
+        return None if found is None else found.copy()
+
+    def weigh_by(self, probabilities: Floats) -> None:
+        """Has the weights gathered from these (rows, n_expert), in `Policy.routed` only.
+
+        Raises:
+            PolicyError: another shape, or the graph does not show where.
+        """
+        place = self._probabilities()
+        if place is None or place.shape != probabilities.shape:
+            raise PolicyError(
+                f"layer {self.layer}: its weights cannot be gathered from "
+                f"{probabilities.dtype} {probabilities.shape}"
+            )
+        place[:] = probabilities
 
     def resident(self, expert: int) -> bool:
         """Whether using the expert in this layer would cause no read."""

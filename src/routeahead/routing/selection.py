@@ -28,6 +28,8 @@ class SelectionRule:
         selection_bias: float32 (n_expert,), sways the selection and not the weights; None: no bias.
         groups: number of groups of equal size; 0: experts compete with all others.
         groups_used: groups that stay in the race.
+        weighing: the activation that gives the *probabilities*, from which the graph gathers the
+            weights of the chosen; None if it is not known. It is another one in Llama 4.
     """
 
     top_k: int
@@ -36,12 +38,23 @@ class SelectionRule:
     selection_bias: Floats | None = None
     groups: int = 0
     groups_used: int = 0
+    weighing: Activation | None = None
+
+    @property
+    def steps(self) -> tuple[object, ...]:
+        """The rule without its biases, which are weights of a layer."""
+        return self.top_k, self.activation, self.groups, self.groups_used, self.weighing
 
     def select(self, logits: Floats) -> npt.NDArray[np.int32]:
         """Ids int32 (top_k,) in descending order of selection score; the lower id first where two
         are equal (the graph's own order of equals is unspecified)."""
         scores = self.scores(logits)
         order: npt.NDArray[np.intp] = np.argsort(-scores, kind="stable")
+        return order[: self.top_k].astype(np.int32)
+
+    def among_groups(self, scores: Floats) -> npt.NDArray[np.int32]:
+        """The same of selection scores (n_expert,) before groups compete."""
+        order: npt.NDArray[np.intp] = np.argsort(-self._masked(scores), kind="stable")
         return order[: self.top_k].astype(np.int32)
 
     def scores(self, logits: Floats) -> Floats:
@@ -59,19 +72,13 @@ class SelectionRule:
             scores = scores + self.selection_bias
         return self._masked(scores) if self.groups else scores
 
-    def shares(self, logits: Floats, ids: npt.NDArray[np.int32]) -> Floats:
+    def shares(self, probabilities: Floats, ids: npt.NDArray[np.int32]) -> Floats:
         """Shares (len(ids),) of the routing's mass that the experts `ids` would have: weight over
-        sum of weights. The selection bias has no part in them; neither normalising nor scaling
-        the weights changes them."""
-        chosen = logits[ids]
-        if self.router_bias is not None:
-            chosen = chosen + self.router_bias[ids]
-        # Without an activation before the selection there is one after it: a softmax over the
-        # selected (gpt-oss). Llama 4's sigmoid would give other shares, and has one expert a token.
-        if self.activation in ("none", "softmax"):
+        sum of weights. Neither normalising nor scaling the weights changes them."""
+        chosen = probabilities[ids]
+        if self.weighing in (None, "none"):  # there is a softmax over the selected (gpt-oss)
             return _softmax(chosen)
-        weights = _ACTIVATE[self.activation](chosen)
-        shares: Floats = weights / max(weights.sum(), np.finfo(np.float32).tiny)
+        shares: Floats = chosen / max(chosen.sum(), np.finfo(np.float32).tiny)
         return shares
 
     def _masked(self, scores: Floats) -> Floats:

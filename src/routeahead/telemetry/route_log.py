@@ -25,8 +25,9 @@ COLUMNS: Mapping[str, str] = {
     "expert_bytes": "int64",  # of the slot that had the expert read; 0 for the others
     "dropped": "int64",  # 1: not read, and computed with weight 0
     "committed": "int64",  # 1: a policy decided, not the router
-    "router_expert": "int64",  # the router's own choice for this slot
+    "router_expert": "int64",  # the router's own choice for this slot; -1: it was not asked
 }
+UNKNOWN = -1
 
 
 # Lines that are collected at most, but for the last routing's. (A prompt has many in one batch.)
@@ -79,7 +80,8 @@ class RouteLog:
         """Records what is known at the top-k.
 
         Args:
-            ids, router: (rows, top-k), what is computed with and what the router chose.
+            ids, router: (rows, top-k), what is computed with and what the router chose
+                (`UNKNOWN` where its product served another layer).
             resident: experts of the layer that were in the cache.
         """
         self._weighed = False
