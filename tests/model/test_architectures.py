@@ -85,6 +85,28 @@ def test_the_page_is_what_its_rows_make() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_route_ahead_in_the_graph(written: Write, name: str) -> None:
+    """Where routers can be lent, and where they cannot, it is what is computed inline."""
+    path = written(name)
+    if not read_layout(path).experts:
+        return
+    for weights in ("true", "predicted"):
+        found = []
+        for compute in ("inline", "graph"):
+            chosen = {"route_ahead_compute": compute, "route_ahead_weights": weights}
+            with Loaded(path, "evicting", {"route_ahead": 1, **chosen}) as llm:
+                if llm._ctx.memory is None:
+                    return
+                logits = [evaluate(llm, batches) for batches in PROMPTS]
+                facts = llm.policies.report(llm.counters.decode)["route_ahead"]
+                found.append((logits, facts["committed"], facts["by_reason"]))
+        for inline, graph in zip(found[0][0], found[1][0], strict=True):
+            np.testing.assert_array_equal(graph, inline)
+        assert found[0][1:] == found[1][1:]
+
+
+@pytest.mark.slow
 def test_no_architecture_is_missing(llama_library: LlamaLibrary, tmp_path: Path) -> None:
     """If this fails, add what it names to `support.architecture_table`, and write the page anew."""
     assert architectures.unlisted(llama_library, tmp_path) == {}

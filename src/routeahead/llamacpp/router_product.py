@@ -9,6 +9,7 @@ last bit, so that ties fall the same way. One call computes all of it, without t
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,6 @@ _STORED = {"f16": "F16", "int8": "Q8_0"}
 _NODES = 16  # room in a graph
 _STRUCTS = 32 * 512  # bytes for the structs of that many tensors and their operands
 _F32, _DESCENDING = 0, 1
-_ACTIVATE: dict[Activation, tuple[str, ...]] = {
-    "none": (),
-    "softmax": ("ggml_soft_max",),
-    "sigmoid": ("ggml_sigmoid",),
-    "sqrt_softplus": ("ggml_softplus", "ggml_sqrt"),
-}
 
 
 def check_width(precision: Precision, width: int) -> None:
@@ -88,7 +83,7 @@ class RouterProduct:
         self._graph = graph = _Graph(self._base)
         matrix = graph.tensor(kind, self.width, self.n_expert, data)
         row = graph.tensor(_F32, self.width, 1, self._input.ctypes.data)
-        product = graph.node("ggml_mul_mat", matrix, row)
+        product = graph.node(self._base.ggml_mul_mat, matrix, row)
         self._logits = graph.result(product)
         if rule:
             self._follow(rule, product)
@@ -133,7 +128,7 @@ class RouterProduct:
         self._scores = graph.result(scores)
         if not rule.groups:
             self._order: Ids = graph.result(
-                graph.node("ggml_argsort", scores, _DESCENDING), np.int32
+                graph.node(self._base.ggml_argsort, scores, _DESCENDING), np.int32
             )
         graph.plan()
 
@@ -150,7 +145,7 @@ class RouterProduct:
         """The matrix (n_expert, width), whatever its type in the file."""
         graph = _Graph(self._base)
         source = graph.tensor(weights.type, self.width, self.n_expert, int(weights.data))
-        values = graph.result(graph.node("ggml_cast", source, _F32))
+        values = graph.result(graph.node(self._base.ggml_cast, source, _F32))
         graph.plan()
         graph.compute()
         return values
@@ -167,6 +162,12 @@ class _Graph:
         self._graph = base.ggml_new_graph_custom(self.context, _NODES, False)
         self._results: dict[int, npt.NDArray[Any]] = {}
         self._operands: list[Floats] = []  # kept alive
+        self._activate: dict[Activation, tuple[Callable[..., int], ...]] = {
+            "none": (),
+            "softmax": (base.ggml_soft_max,),
+            "sigmoid": (base.ggml_sigmoid,),
+            "sqrt_softplus": (base.ggml_softplus, base.ggml_sqrt),
+        }
 
     def tensor(self, kind: int, columns: int, rows: int, data: int) -> int:
         """Address of a tensor of type `kind` over the memory at `data`."""
@@ -174,9 +175,9 @@ class _Graph:
         ggml.tensor_at(address).data = data
         return address
 
-    def node(self, function: str, *operands: int) -> int:
+    def node(self, function: Callable[..., int], *operands: int) -> int:
         """Address of the node that one of ggml's functions makes."""
-        address: int = getattr(self._base, function)(self.context, *operands)
+        address = function(self.context, *operands)
         self.result(address)
         return address
 
@@ -186,10 +187,10 @@ class _Graph:
             return node
         self._operands.append(bias)
         operand = self.tensor(_F32, len(bias), 1, bias.ctypes.data)
-        return self.node("ggml_add", node, operand)
+        return self.node(self._base.ggml_add, node, operand)
 
     def activate(self, node: int, activation: Activation) -> int:
-        for function in _ACTIVATE[activation]:
+        for function in self._activate[activation]:
             node = self.node(function, node)
         return node
 
