@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-fast lint test-slow test-upstream measurements embedded-model second-model clean
+.PHONY: demo test test-fast lint test-slow test-upstream docs package measurements embedded-model second-model clean
 
 # llama-cpp-python is compiled here (a C++ compiler and CMake are needed, a few minutes the first time).
 $(VENV)/installed: pyproject.toml
@@ -53,6 +53,18 @@ test-slow: $(VENV)/installed
 test-upstream: $(VENV)/installed
 	mkdir -p build/upstream
 	$(BIN)/python tests/clients/upstream.py build/upstream
+
+# The documentation as a site, in build/site; a link that leads nowhere ends it.
+docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	$(BIN)/mkdocs build --quiet --strict
+
+# What would be published, in dist, checked.
+package: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet build twine
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 # Everything that docs/measurements.md says, measured anew here (half an hour; what is in build/ already
 # is not measured again).
