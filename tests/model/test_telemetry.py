@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
+import polars as pl
 import pytest
 from support.library import PROMPTS, Library, csv_facts, csv_rows, evaluate, token_batches
 from support.reference import Resident
@@ -139,6 +142,33 @@ def test_route_trace_weights_are_the_graphs(load: Load, tmp_path: Path, name: st
         assert (sums < 0.999).all()
     else:
         np.testing.assert_allclose(sums, 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "deepseek2"])
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_scores_of_a_trace_rank_the_chosen_experts_first(
+    load: Load, tmp_path: Path, name: str, suffix: str
+) -> None:
+    """As pandas and polars read them; the prompt's rows too."""
+    path = tmp_path / f"route.{suffix}"
+    llm = load(name, cache_mb=0, outputs=Outputs(route_trace=path, route_scores=True))
+    evaluate(llm, PROMPTS[0])
+    n_expert, top_k = llm.layout.n_expert, llm.layout.n_expert_used
+    llm.close()
+    frame = pd.read_csv(path) if suffix == "csv" else pd.read_parquet(path)
+    other = pl.read_csv(path) if suffix == "csv" else pl.read_parquet(path)
+    first = frame.dropna(subset="scores")
+    assert other.drop_nulls("scores")["scores"].to_list() == first["scores"].tolist()
+    assert (first["slot"] == 0).all() and len(first) * top_k == len(frame)
+    scores = np.stack([np.frombuffer(base64.b64decode(s), "<f2") for s in first["scores"]])
+    assert scores.shape[1] == n_expert
+    chosen = frame["router_expert"].to_numpy().reshape(-1, top_k)
+    worst = np.take_along_axis(scores, chosen, axis=1).min(axis=1)
+    others = scores.copy()
+    np.put_along_axis(others, chosen, -np.inf, axis=1)
+    assert (worst >= others.max(axis=1)).all()  # equal where float16 cannot tell them apart
+    assert (worst > others.max(axis=1)).mean() > 0.8
+    assert len(read_trace(path).slots) == len(frame)
 
 
 def test_traces_change_nothing_and_off_costs_no_call(

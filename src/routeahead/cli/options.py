@@ -68,6 +68,14 @@ RouteTrace = Annotated[
     Path | None,
     typer.Option(help="Write every routing (.csv or .parquet).", rich_help_panel=TRACES),
 ]
+RouteScores = Annotated[
+    bool,
+    typer.Option(
+        "--route-scores",
+        help="With --route-trace: also the scores of all experts, as each router ranked them.",
+        rich_help_panel=TRACES,
+    ),
+]
 ForcedTokens = Annotated[
     str,
     typer.Option(

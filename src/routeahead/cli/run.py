@@ -98,6 +98,7 @@ def run(
     csv: options.Csv = None,
     io_trace: options.IoTrace = None,
     route_trace: options.RouteTrace = None,
+    route_scores: options.RouteScores = False,
     **settings: Any,
 ) -> None:
     """Answer a prompt; the text goes to stdout, a summary of the run to stderr.
@@ -118,7 +119,11 @@ def run(
         "the grammar": grammar,
         "the schema": json_schema,
     }
-    outputs = Outputs(csv=csv, io_trace=io_trace, route_trace=route_trace)
+    if route_scores and not route_trace:
+        raise SettingsError("route_scores has no effect without route_trace")
+    outputs = Outputs(
+        csv=csv, io_trace=io_trace, route_trace=route_trace, route_scores=route_scores
+    )
     _check_files(path, inputs, outputs, report)
     sampling = {
         "temp": temp,
@@ -164,7 +169,7 @@ def _check_files(
     report after the run."""
     read = [("a file of the model", shard) for shard in shard_paths(model)]
     read += [(what, path) for what, path in inputs.items() if path]
-    check_apart(read, [path for path in (report, *vars(outputs).values()) if path])
+    check_apart(read, [*([report] if report else []), *outputs.paths])
     if report:
         check_writable(report)
 

@@ -145,6 +145,7 @@ class Stream:
                 ids,
                 router,
                 resident,
+                self._graph.selection_scores if lent is None else _no_scores,
                 committed=routing.committed,
             )
 
@@ -262,3 +263,7 @@ class Positions:
         self._layer = layer
         end = self._next + self._rows
         return np.arange(end - count, end)
+
+
+def _no_scores() -> None:
+    """Those of a layer whose router product served another one are not known."""

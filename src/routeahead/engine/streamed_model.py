@@ -79,7 +79,7 @@ class StreamedModel:
         inputs = [("a file of the model", shard.path) for shard in layout.shards]
         if settings.replay_routing:
             inputs.append(("the recorded routing", settings.replay_routing))
-        check_apart(inputs, [path for path in vars(outputs).values() if path])
+        check_apart(inputs, outputs.paths)
         self.layout, self._settings, self._outputs = layout, settings, outputs
         self._given = policies
         self._top_k = settings.n_expert_used or layout.n_expert_used

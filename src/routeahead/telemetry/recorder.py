@@ -19,11 +19,20 @@ from routeahead.types import Phase
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files to write; what is None is not written and costs nothing."""
+    """Files to write; what is None is not written and costs nothing.
+
+    Attributes:
+        route_scores: the routing trace has a column for the scores of all experts.
+    """
 
     csv: Path | None = None
     io_trace: Path | None = None
     route_trace: Path | None = None
+    route_scores: bool = False
+
+    @property
+    def paths(self) -> list[Path]:
+        return [path for path in (self.csv, self.io_trace, self.route_trace) if path]
 
 
 NOTHING = Outputs()
@@ -51,7 +60,7 @@ class Recorder:
             self.io = IoTrace(outputs.io_trace, time.perf_counter())
             self._closers.callback(self.io.close)
         if outputs.route_trace:
-            self.routes = RouteLog(outputs.route_trace, layout, top_k)
+            self.routes = RouteLog(outputs.route_trace, layout, top_k, scoring=outputs.route_scores)
             self._closers.callback(self.routes.close)
 
     def end_of_batch(self, phase: Phase, step: Totals) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ COLUMNS: Mapping[str, str] = {
     "router_expert": "int64",  # the router's own choice for this slot; -1: it was not asked
 }
 UNKNOWN = -1
+SCORES = "scores"
+"""A further column, if it is asked for: what the router ranked all experts by. On the first slot of
+each token; base64 of little-endian float16, as long as the model has experts."""
 
+
+Scores = Callable[[], Floats | None]
 
 # Lines that are collected at most, but for the last routing's. (A prompt has many in one batch.)
 _LINES = 16384
@@ -40,8 +46,14 @@ class RouteLog:
     By then the weights of each, and what was dropped from it, are known.
     """
 
-    def __init__(self, path: Path, layout: ModelLayout, top_k: int) -> None:
-        """Begins the file.
+    def __init__(
+        self, path: Path, layout: ModelLayout, top_k: int, *, scoring: bool = False
+    ) -> None:
+        """
+        Begins the file.
+
+        Args:
+            scoring: it has the column SCORES.
 
         Raises:
             SettingsError: the file cannot be written.
@@ -56,9 +68,10 @@ class RouteLog:
             "n_expert_used": top_k,
             "layers": self._bytes,
         }
-        self._table = open_table(path, COLUMNS, facts)
+        columns = {**COLUMNS, SCORES: "string"} if scoring else COLUMNS
+        self._table, self._scoring = open_table(path, columns, facts), scoring
         self._turn = -1
-        self._columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        self._columns: dict[str, list[Any]] = {name: [] for name in columns}
         self._first = 0  # where the last routing begins in them
         self._weighed = False
 
@@ -74,6 +87,7 @@ class RouteLog:
         ids: Ids,
         router: Ids,
         resident: set[int],
+        scores: Scores,
         *,
         committed: bool,
     ) -> None:
@@ -83,6 +97,7 @@ class RouteLog:
             ids, router: (rows, top-k), what is computed with and what the router chose
                 (`UNKNOWN` where its product served another layer).
             resident: experts of the layer that were in the cache.
+            scores: gives what the router ranked by, (rows, n_expert), or None; see SCORES.
         """
         self._weighed = False
         self._first = len(self._columns["expert"])
@@ -96,7 +111,7 @@ class RouteLog:
             bytes_read.append(0 if expert in charged else size)
             charged.add(expert)
         for column, values in zip(
-            self._columns.values(),
+            (self._columns[name] for name in COLUMNS),
             (
                 [max(self._turn, 0)] * count,
                 [int(phase == "decode")] * count,
@@ -114,6 +129,11 @@ class RouteLog:
             strict=True,
         ):
             column.extend(values)
+        if self._scoring:
+            ranked = scores()
+            for row in range(rows):
+                text = None if ranked is None else _encoded(ranked[row])
+                self._columns[SCORES] += [text, *[None] * (top_k - 1)]
 
     def weights(self, weights: Floats) -> None:
         """The weights (rows, top-k) of the routing that was recorded last."""
@@ -138,9 +158,14 @@ class RouteLog:
     def _write(self) -> None:
         if self._columns["expert"]:
             self._table.add(list(self._columns.values()))
-            self._columns = {name: [] for name in COLUMNS}
+            self._columns = {name: [] for name in self._columns}
         self._first = 0
 
     def close(self) -> None:
         self._write()
         self._table.close()
+
+
+def _encoded(scores: Floats) -> str:
+    with np.errstate(over="ignore"):  # beyond 65504: infinite
+        return base64.b64encode(scores.astype("<f2").tobytes()).decode()
