@@ -34,6 +34,7 @@ from routeahead.setting import (
 from routeahead.types import CachePolicy
 
 DenseMode = Literal["anon", "mmap"]
+GpuLayers = int | Literal["auto", "all"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,15 @@ class Settings(
         STREAMING,
         low=1,
         unset="the model's",
+    )
+    n_gpu_layers: GpuLayers = setting(
+        0,
+        "Layers whose dense weights go to a device (docs/gpu.md): a number, 'auto' for what fits "
+        "there, or 'all'; experts stay in memory.",
+        STREAMING,
+        low=-1,
+        flags=("-ngl", "--gpu-layers", "--n-gpu-layers"),
+        metavar="N|auto|all",
     )
     policy: tuple[str, ...] = setting(
         (),
@@ -169,7 +179,7 @@ class Settings(
     def _refuse_streaming_settings(self) -> None:
         plain = Settings(resident=True)
         for name, value in asdict(self).items():
-            if name != "n_expert_used" and value != getattr(plain, name):
+            if name not in ("n_expert_used", "n_gpu_layers") and value != getattr(plain, name):
                 raise SettingsError(
                     f"resident streams nothing, so {name}={value!r} means nothing: drop one of them"
                 )

@@ -30,6 +30,7 @@ class Facts:
         help: one sentence for `--help`.
         panel: heading of `--help` under which it stands.
         low, high: range of its value, both inclusive; None if there is no bound.
+        flags: of the command line; empty for one that is spelt as the field.
         metavar: what stands for the value in `--help`; None for the type's name.
         unset: what `--help` shows for a default of None.
         excludes: settings that may not be on beside it, each with the reason.
@@ -41,6 +42,7 @@ class Facts:
     panel: str
     low: float | None = None
     high: float | None = None
+    flags: tuple[str, ...] = ()
     metavar: str | None = None
     unset: str | None = None
     excludes: Mapping[str, str] = field(default_factory=dict)

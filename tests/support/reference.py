@@ -30,6 +30,7 @@ class Resident:
         C.llama_backend_init()
         model_params = C.llama_model_default_params()
         model_params.use_extra_bufts = False
+        model_params.n_gpu_layers = 0
         model_params.load_mode = C.LLAMA_LOAD_MODE_NONE
         self._model = C.llama_model_load_from_file(str(path).encode(), model_params)
         assert self._model, path

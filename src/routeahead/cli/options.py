@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from routeahead.cli.terminal import note
-from routeahead.config import Settings
+from routeahead.config import GpuLayers, Settings
 from routeahead.errors import SettingsError
 from routeahead.hub.download import pull
 from routeahead.hub.reference import PREFIX, is_reference, parse
@@ -121,8 +121,12 @@ def as_settings(values: dict[str, Any]) -> dict[str, Any]:
         for name, kind in types_of(Settings).items()
         if Path in get_args(kind) and isinstance(value := values[name], str)
     }
-    sizes = {"cache_mb": cache_size(values["cache_mb"]), "policy": tuple(values["policy"])}
-    return values | paths | sizes
+    parsed = {
+        "cache_mb": cache_size(values["cache_mb"]),
+        "n_gpu_layers": gpu_layers(values["n_gpu_layers"]),
+        "policy": tuple(values["policy"]),
+    }
+    return values | paths | parsed
 
 
 def _setting_parameters() -> list[inspect.Parameter]:
@@ -135,7 +139,7 @@ def _setting_parameters() -> list[inspect.Parameter]:
 
 def _parameter(name: str, kind: Any, facts: Facts) -> inspect.Parameter:
     default = getattr(Settings, name)
-    flags = [f"--{name.replace('_', '-')}"] if default is False else []
+    flags = facts.flags or ([f"--{name.replace('_', '-')}"] if default is False else [])
     option = typer.Option(
         *flags,
         help=_help(facts),
@@ -143,8 +147,8 @@ def _parameter(name: str, kind: Any, facts: Facts) -> inspect.Parameter:
         metavar=facts.metavar or ("|".join(kind.__args__) if _is_choice(kind) else None),
         show_default=facts.unset or True,
     )
-    if _is_choice(kind) or kind == CacheSize:
-        kind = str  # checked by `Settings`, like every other value
+    if _is_choice(kind) or kind in (CacheSize, GpuLayers):
+        kind, default = str, str(default)  # checked by `Settings`, like every other value
     elif get_origin(kind) is tuple:
         kind, default = list[str], list(default)
     return inspect.Parameter(
@@ -178,6 +182,20 @@ def cache_size(text: str) -> CacheSize:
         raise SettingsError(
             f"--cache-mb {text}: give a size such as 4000 (MiB), 4G, 0, or auto"
         ) from None
+
+
+def gpu_layers(text: str) -> GpuLayers:
+    """'auto', 'all', or a number of layers.
+
+    Raises:
+        SettingsError: neither.
+    """
+    if text in ("auto", "all"):
+        return "auto" if text == "auto" else "all"
+    try:
+        return int(text)
+    except ValueError:
+        raise SettingsError(f"--gpu-layers {text}: give a number of layers, auto or all") from None
 
 
 def mib(text: str) -> int:

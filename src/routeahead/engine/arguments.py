@@ -67,6 +67,9 @@ class StreamingArguments(TypedDict, total=False):
     verify_reads: bool
     # Experts a token routes to in each layer, instead of the model's (lossy).
     n_expert_used: int | None
+    # Layers whose dense weights go to a device (docs/gpu.md): a number, 'auto' for what fits there,
+    # or 'all'; experts stay in memory.
+    n_gpu_layers: int | Literal["auto", "all"]
     # A policy of your own (docs/policy-api.md); may be given several times.
     policy: tuple[str, ...]
     # Read at most this many MiB/s in all, as a slower disk; 0 is unthrottled.
@@ -78,7 +81,6 @@ class StreamingArguments(TypedDict, total=False):
 class Arguments(StreamingArguments, total=False):
     """And what `llama_cpp.Llama` takes."""
 
-    n_gpu_layers: int
     split_mode: int
     main_gpu: int
     tensor_split: list[float] | None

@@ -5,26 +5,25 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import llama_cpp
 
 from routeahead.config import Settings
-from routeahead.errors import SettingsError
 from routeahead.setting import STREAMING, facts_of, types_of
 
 _ORIGINAL = inspect.signature(llama_cpp.Llama.__init__).parameters
 
-LLAMA_ARGUMENTS = frozenset(_ORIGINAL) - {"self", "kwargs"}
+# What is a setting of ours, too, is one.
+LLAMA_ARGUMENTS = frozenset(_ORIGINAL) - {"self", "kwargs"} - facts_of(Settings).keys()
 
 # What llama-cpp-python took once and now ignores, but its own server and LangChain still pass.
 _OBSOLETE = frozenset({"f16_kv", "mul_mat_q", "n_parts", "rpc_servers"})
 
 # Set by examples and by llama_cpp.server, to be fast.
-_IGNORED = {
-    "n_gpu_layers": "this llama.cpp was built without a GPU",
-    "use_mlock": "experts come and go",
-}
+_NO_DEVICE = "n_gpu_layers (this llama.cpp was built without a GPU)"
+_NO_LOCK = "use_mlock (experts come and go)"
 
 _SET_MOST = ("cache_mb", "n_ctx", "n_threads", "io_threads")
 
@@ -34,16 +33,16 @@ def split(arguments: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
 
     Raises:
         TypeError: a keyword is neither.
-        SettingsError: settings contradict each other, or a GPU would be used.
+        SettingsError: settings contradict each other.
     """
     known = {name: value for name, value in arguments.items() if name not in _OBSOLETE}
     settings, llama = Settings.split(known, LLAMA_ARGUMENTS)
-    if llama.get("n_gpu_layers") and llama_cpp.llama_supports_gpu_offload():
-        raise SettingsError(
-            f"n_gpu_layers is {llama['n_gpu_layers']}: experts are streamed into RAM and not to a "
-            "GPU: leave it out"
-        )
-    ignored = [f"{name} ({why})" for name, why in _IGNORED.items() if llama.pop(name, None)]
+    ignored = []
+    if settings.n_gpu_layers and not llama_cpp.llama_supports_gpu_offload():
+        settings = replace(settings, n_gpu_layers=0)
+        ignored.append(_NO_DEVICE)
+    if llama.pop("use_mlock", None):
+        ignored.append(_NO_LOCK)
     if ignored:
         warnings.warn(f"ignored: {', '.join(ignored)}", stacklevel=3)
     return settings, llama

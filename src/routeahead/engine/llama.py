@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 
 from routeahead.config import Settings
 from routeahead.engine.keywords import signature, split
+from routeahead.engine.offload import EXPERTS, Offload, plan
 from routeahead.engine.policies import Policies
 from routeahead.engine.starved import Starved
 from routeahead.engine.streamed_model import NO_HOOKS, Hooks, Progress, StreamedModel
@@ -24,7 +25,9 @@ from routeahead.errors import ModelError, RouteAheadError, SettingsError, Stream
 from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp import native_abort, native_log
+from routeahead.llamacpp.devices import devices
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.llamacpp.placement import ExpertsInRam
 from routeahead.llamacpp.text import FileName, detokenize
 from routeahead.machine.cpus import default_threads
 from routeahead.machine.memory import available_bytes
@@ -61,11 +64,13 @@ class Llama(TakingTurns):
     `routeahead.Settings`, and what `llama_cpp.Llama` takes, with its defaults but for `verbose`,
     which is off, and `n_threads`, which is the number of cores. `use_mmap`, `use_mlock` and, on a
     build without a GPU, `n_gpu_layers` have no effect. A model without experts is loaded whole.
+    `n_gpu_layers` puts dense weights on a device (docs/gpu.md), also of a resident model.
 
     Attributes:
         settings: the streaming settings, validated.
         layout: where the model's tensors lie.
         streamed: the streaming parts; None if the model is resident.
+        offload: which layers are on a device.
         counters: what has been counted since the load, of all batches that came through this class.
         phase: what the next batch is; None lets its size tell, which is right unless a prompt's
             last row comes alone. `generate` declares it, and direct callers of `eval` may.
@@ -118,6 +123,7 @@ class Llama(TakingTurns):
             )
         if llama.get("vocab_only"):
             self.settings = Settings(resident=True)  # there are no weights to stream
+        self.offload = self._plan_offload(llama)
         if not self.settings.resident:
             self._prepare(outputs, policies, _hooks)
         try:
@@ -139,6 +145,9 @@ class Llama(TakingTurns):
         params.use_extra_bufts = False  # a repacked weight no longer has the file's layout
         if self.streamed:
             self.streamed.inject_model(params)
+        elif self.offload.layers:
+            self._in_ram = ExpertsInRam(EXPERTS)
+            self._in_ram.inject(params)
         self._model_params = params
 
     @property
@@ -153,13 +162,44 @@ class Llama(TakingTurns):
 
     # --- loading ---
 
+    def _plan_offload(self, llama: dict[str, Any]) -> Offload:
+        """Decides what goes to a device, and tells llama.cpp.
+
+        Raises:
+            SettingsError: it does not fit, or llama.cpp would copy experts there.
+        """
+        wanted, there = self.settings.n_gpu_layers, llama_cpp.llama_supports_gpu_offload()
+        if llama.get("op_offload") and there and not self.settings.resident:
+            # The scheduler copies experts when a part of the graph begins: before they are read.
+            raise SettingsError(
+                "op_offload copies experts to the device before they have been read: leave it out"
+            )
+        if not llama.get("op_offload"):
+            llama["op_offload"] = False
+        found = devices() if wanted == "auto" else []
+        free = sum(device.free for device in found)
+        offload = plan(
+            self.layout,
+            wanted,
+            free=free,
+            context=llama.get("n_ctx", 512),
+            rows=llama.get("n_ubatch", 512),
+        )
+        llama["n_gpu_layers"] = offload.layers
+        return offload
+
     def _prepare(self, outputs: Outputs, policies: Sequence[Policy], hooks: Hooks) -> None:
         """Makes the streaming parts. What cannot be streamed is loaded whole, if it fits."""
         try:
             if not self.layout.experts:
                 raise StreamError(f"it has no experts ({self.layout.arch})")
             self.streamed = StreamedModel(
-                self.layout, self.settings, outputs=outputs, policies=policies, hooks=hooks
+                self.layout,
+                self.settings,
+                self.offload,
+                outputs=outputs,
+                policies=policies,
+                hooks=hooks,
             )
         except StreamError as error:
             need, free = self.layout.file_bytes, available_bytes()
@@ -176,13 +216,13 @@ class Llama(TakingTurns):
             warnings.warn(
                 f"{path}: cannot stream, so the whole model is loaded: {error}", stacklevel=3
             )
-            self.settings = Settings(resident=True)
+            layers = self.settings.n_gpu_layers
+            self.settings = Settings(resident=True, n_gpu_layers=layers)
 
     def _load(self, llama: dict[str, Any], progress: Progress | None) -> None:
         llama.setdefault("verbose", False)
         llama["n_threads"] = llama.get("n_threads") or default_threads()
         llama["n_threads_batch"] = llama.get("n_threads_batch") or llama["n_threads"]
-        llama.setdefault("op_offload", False)
         llama["use_mmap"] = False
         if self.settings.n_expert_used:
             if isinstance(self.layout.value("expert_used_count"), list):

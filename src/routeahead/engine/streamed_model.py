@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import llama_cpp
 from routeahead.config import Settings
 from routeahead.engine.budget import CacheBudget
 from routeahead.engine.checksums import Checksums, Verified, read_checksums, verify_dense
+from routeahead.engine.offload import Offload
 from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.stream import Stream
 from routeahead.errors import SettingsError, no_thread
@@ -71,6 +73,7 @@ class StreamedModel:
         self,
         layout: ModelLayout,
         settings: Settings,
+        offload: Offload,
         *,
         outputs: Outputs = NOTHING,
         policies: Sequence[Policy] = (),
@@ -88,7 +91,10 @@ class StreamedModel:
         self._poison = hooks.poison
         self.arena = Arena(layout.shards, poison=hooks.poison)
         places = {t.name: self.arena.address(t.shard, t.offset) for t in layout.tensors}
-        self._placement = Placement(places.get)
+        self._offload = offload
+        self._placement = Placement(
+            places.get, offload.pattern, others=offload.read_by_llama(layout)
+        )
         self.callback = EvalCallback()
         file_reader = FileReader(layout.shards, direct=settings.direct_io)
         if file_reader.fallback:
@@ -137,14 +143,18 @@ class StreamedModel:
         self._placement.finish(loaded=True)
         # llama.cpp skips tensors it has no use for (multi-token prediction layers): so do we.
         tensors = self._placement.tensors
-        used = [t for t in self.layout.tensors if t.name in tensors]
-        self.layout = layout = ModelLayout(self.layout.shards, used, self.layout.metadata)
+        ours = [t for t in self.layout.tensors if t.name in tensors]
+        placed = ModelLayout(self.layout.shards, ours, self.layout.metadata)
         if self._settings.dense == "anon":
-            read_dense(layout.dense, self.arena, self._reader, progress=progress)
+            read_dense(placed.dense, self.arena, self._reader, progress=progress)
         else:
-            self._map_dense()
+            self._map_dense(placed)
         if self._sums:
-            verify_dense(layout, layout.dense, self.arena, self._sums)
+            verify_dense(placed, placed.dense, self.arena, self._sums)
+        # What llama.cpp read itself, to a device or beside it, counts as used.
+        own = re.compile(self._offload.pattern)
+        used = [t for t in self.layout.tensors if t.name in tensors or not own.search(t.name)]
+        self.layout = layout = ModelLayout(self.layout.shards, used, self.layout.metadata)
         source = ExpertSource(
             layout,
             Slots(layout.experts, poison=self._poison),
@@ -186,6 +196,8 @@ class StreamedModel:
             unannounced=unannounced,
             tracing=self.recorder.routes is not None,
             weighing=moe_layers if policies.weighted else (),
+            offloaded=self._offload.layers > 0,
+            late=not policies and self.recorder.routes is None,
         )
         self.budget.watch()
 
@@ -203,8 +215,8 @@ class StreamedModel:
         )
         return make_policies(self._settings, model, self._given)
 
-    def _map_dense(self) -> None:
-        for shard, start, end in dense_runs(self.layout.dense):
+    def _map_dense(self, layout: ModelLayout) -> None:
+        for shard, start, end in dense_runs(layout.dense):
             with self.layout.shards[shard].path.open("rb") as file:
                 self.arena.map_file(shard, start, end, file.fileno())
 

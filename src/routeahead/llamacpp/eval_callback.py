@@ -15,6 +15,12 @@ Order of events in a layer, as llama.cpp runs it:
 An exception must not cross into C, where ctypes would drop it and the decode would go on with
 whatever is in memory. It is kept in `fault`; the filter ends the graph; `check` raises it.
 
+Where layers lie on a device (`attach`), their values are copied from there, and what an observer
+writes is copied back at the end of the stop. *Late*: if nobody wants to change routings, a device's
+top-k is not stopped at, so that the device may compute it together with what follows (then the
+result is that of an uninterrupted run to the last bit); the first product of the layer reads the
+copy of the ids that the scheduler made for the CPU (`tensor_values`).
+
 Batches are announced with `begin`, by `Llama`; but clients also call `llama_decode` themselves. The
 first top-k of a graph that nobody announced is reported to `unannounced`.
 """
@@ -37,6 +43,8 @@ from routeahead.llamacpp.node_filter import (
     CALLBACK,
     CALLS,
     FAULT,
+    IS_HOST,
+    LATE,
     MAX_POINTED,
     NAME_WORDS,
     PENDING,
@@ -58,6 +66,7 @@ from routeahead.llamacpp.node_filter import (
 from routeahead.llamacpp.router_graph import gathers, strip_views, weights_gathered
 from routeahead.llamacpp.router_input import RouterInput
 from routeahead.llamacpp.slot_ids import SlotIds
+from routeahead.llamacpp.tensor_values import Fetched, in_place, on_host, original_name
 from routeahead.types import Floats, Ids
 
 _WEIGHTED_PREFIX = b"ffn_moe_weighted"
@@ -143,6 +152,8 @@ class EvalCallback:
         self._input: RouterInput | None = None
         self._topk = 0  # address of the last top-k
         self._tracing = False
+        self._offloaded = False  # some tensors lie on a device
+        self._fetched: list[Fetched] = []  # what was read there of the layer
         self._unweighed: set[int] = set()  # layers whose last weights node is not known yet
         self._weights: dict[int, npt.NDArray[np.int64]] = {}  # `_name_words` of the others'
 
@@ -175,6 +186,8 @@ class EvalCallback:
         unannounced: Callable[[int], None],
         tracing: bool,
         weighing: Collection[int] = (),
+        offloaded: bool = False,
+        late: bool = False,
     ) -> None:
         """
         Reports to `observer` from now on.
@@ -183,7 +196,14 @@ class EvalCallback:
             unannounced: is given the rows of the first layer of each graph without a `begin`.
             tracing: call `Observer.log_weights`.
             weighing: layers whose routings may wait for their final weights.
+            offloaded: some layers lie on a device.
+            late: nobody wants to change a routing, nor to see more of it than the ids.
         """
+        self._offloaded = offloaded
+        if offloaded:
+            is_host = ggml.library().ggml_backend_buffer_is_host
+            self._state[IS_HOST] = ctypes.cast(is_host, ctypes.c_void_p).value or 0
+            self._state[LATE] = late
         self._observer, self._unannounced, self._tracing = observer, unannounced, tracing
         self._unweighed = set(weighing)
         self._state[TRACING] = tracing or bool(weighing)
@@ -237,7 +257,8 @@ class EvalCallback:
         node = strip_views(ggml.tensor_at(self._topk))
         if ggml.op_name(node) != "ARGSORT":
             return None
-        return _floats(ggml.tensor_at(node.src[0]))
+        scores: Floats = self._values(ggml.tensor_at(node.src[0]), np.float32)
+        return scores
 
     def probabilities(self) -> Floats | None:
         """(rows, n_expert), what the last top-k's weights are gathered from, in the graph's own
@@ -247,7 +268,7 @@ class EvalCallback:
             gathered = self._gathered[self._topk] = weights_gathered(self._topk)
         if not gathered:
             return None
-        return _weights(ggml.tensor_at(int(ggml.tensor_at(gathered).src[0])))
+        return self._weight_rows(ggml.tensor_at(int(ggml.tensor_at(gathered).src[0])))
 
     def begin(self) -> None:
         """Announces a batch: no top-k has been seen, nothing has gone wrong."""
@@ -307,12 +328,19 @@ class EvalCallback:
             self._input.at_router(tensor)
         else:
             self._state[WEIGHTS] = 0
-            self._state[PENDING] = self._observer.final_weights(_weights(tensor))
+            self._state[PENDING] = self._observer.final_weights(self._weight_rows(tensor))
+        for values in self._fetched:
+            values.write()
         return 1
 
     def _at_topk(self, name: bytes, tensor: ggml.Tensor, address: int) -> None:
         if address not in self._routing and not self._routes(address):
             return
+        self._route(name, tensor, address)
+
+    def _route(self, name: bytes, tensor: ggml.Tensor, address: int) -> None:
+        """The ids of the top-k of that name are in the tensor at `address`, itself or a copy."""
+        self._fetched.clear()
         layer = self._layers.get(name)
         if layer is None:
             layer = self._layers[name] = layer_of(name)
@@ -322,7 +350,8 @@ class EvalCallback:
         hidden = self._input.at_topk(layer, address, tensor.ne[1]) if self._input else None
         self.ranked_for = self._input.lending.at_topk() if self._input else None
         self._state[PLACED] = 0
-        self._state[PENDING] = self._observer.routed(layer, _matrix(tensor), hidden)
+        ids: Ids = self._values(tensor, np.int32)
+        self._state[PENDING] = self._observer.routed(layer, ids, hidden)
         if layer in self._weights and self._observer.holding:
             self._state[WEIGHTS : WEIGHTS_MASK + NAME_WORDS] = self._weights[layer]
         self._state[ROUTED] = address
@@ -337,7 +366,7 @@ class EvalCallback:
         for address in ggml.tensors_after(topk):
             node = ggml.tensor_at(address)
             if node.op == product and self._observer.streams(node.src[0]):
-                if node.src[2] == topk:
+                if self._shows(node.src[2], topk):
                     if not self._idle_topk:  # else another graph may have one at this address
                         self._routing.add(topk)
                     return True
@@ -345,6 +374,15 @@ class EvalCallback:
         self._idle_topk = True
         self._routing.clear()
         return False
+
+    def _shows(self, ids: int, topk: int) -> bool:
+        """Whether the tensor at `ids` is the top-k, or a copy of it for another device. Copies live
+        in memory that the scheduler uses again for each graph, so it is their name that tells."""
+        if ids == topk or not topk:
+            return ids == topk
+        name: bytes = ggml.tensor_at(ids).name if self._offloaded else b""
+        original: bytes = ggml.tensor_at(topk).name
+        return name != original_name(name) == original
 
     def _at_unannounced(self, layer: int, rows: int) -> None:
         """`rows` are routed in a graph that nobody announced: does it begin here?"""
@@ -357,9 +395,9 @@ class EvalCallback:
         """Neither operand of the product that weighted the experts has been overwritten yet."""
         weights = ggml.tensor_at(tensor.src[1])
         if self._tracing:
-            self._observer.log_weights(_weights(weights))
+            self._observer.log_weights(self._weight_rows(weights))
         if self._unweighed:
-            self._learn_weights(layer_of(name), weights.name)
+            self._learn_weights(layer_of(name), original_name(weights.name))
 
     def _learn_weights(self, layer: int, name: bytes) -> None:
         """`name` is that of the layer's last weights node, in this graph and in those to come,
@@ -381,16 +419,44 @@ class EvalCallback:
         weights = tensor.src[0]
         if not self._observer.streams(weights):
             return 0
+        if self._offloaded and tensor.src[2] != self._state[ROUTED]:
+            self._at_copy(int(tensor.src[2]))
         if tensor.src[2] != self._state[ROUTED] or self._state[POINTED] == MAX_POINTED:
             raise StreamError(
                 f"{tensor.name.decode()} uses experts that no top-k announced: "
                 "this architecture cannot be streamed; run it with --resident"
             )
-        pending = self._observer.product(weights)
+        pending = self._state[PENDING] != 0 and self._observer.product(weights)
         if self._state[SLOTS_END] and not self._state[PLACED]:
             raise StreamError(f"{tensor.name.decode()} runs before its experts have slots")
         self._state[PENDING] = pending
         return int(pending)
+
+    def _at_copy(self, ids: int) -> None:
+        """The first product of a layer whose top-k was computed on a device is about to run. The
+        inputs of its split were copied before the split's first node was asked for."""
+        if self._shows(ids, int(self._state[ROUTED])):  # there was a stop at the top-k
+            self._state[ROUTED] = ids
+        elif self._state[LATE] and not self._state[ROUTED]:
+            copy = ggml.tensor_at(ids)
+            name = original_name(copy.name)
+            if name.startswith(TOPK_PREFIX) and name != copy.name and on_host(copy):
+                self._route(name, copy, ids)
+
+    def _weight_rows(self, tensor: ggml.Tensor) -> Floats:
+        """A float32 tensor of ggml shape (1, top-k, rows) as (rows, top-k)."""
+        weights: Floats = self._values(tensor, np.float32, 1, 2)
+        return weights
+
+    def _values(
+        self, tensor: ggml.Tensor, dtype: type[np.generic], columns: int = 0, rows: int = 1
+    ) -> npt.NDArray[Any]:
+        """A tensor as (rows, columns), along the axes of these numbers. What an observer writes
+        there during this stop, or a later one of the same layer, is the graph's."""
+        if not self._offloaded or on_host(tensor):
+            return in_place(tensor, dtype, columns, rows)
+        self._fetched.append(Fetched(tensor, dtype, columns, rows))
+        return self._fetched[-1].array
 
 
 def layer_of(name: bytes) -> int:
@@ -404,37 +470,3 @@ def _name_words(name: bytes) -> npt.NDArray[np.int64]:
     ended = (name + b"\0")[:size]
     mask = b"\xff" * len(ended)
     return np.frombuffer(ended.ljust(size, b"\0") + mask.ljust(size, b"\0"), np.int64)
-
-
-def _weights(tensor: ggml.Tensor) -> Floats:
-    """A float32 tensor of ggml shape (1, slots, rows), in place, as (rows, slots)."""
-    slots, rows, slot_stride, row_stride = tensor.ne[1], tensor.ne[2], tensor.nb[1], tensor.nb[2]
-    return _strided(tensor, rows, slots, row_stride, slot_stride)
-
-
-def _floats(tensor: ggml.Tensor) -> Floats:
-    """A float32 tensor of ggml shape (columns, rows), in place, as (rows, columns)."""
-    return _strided(tensor, tensor.ne[1], tensor.ne[0], tensor.nb[1], tensor.nb[0])
-
-
-def _strided(
-    tensor: ggml.Tensor, rows: int, columns: int, row_stride: int, column_stride: int
-) -> Floats:
-    if not rows:
-        return np.empty((0, columns), np.float32)
-    length = row_stride * (rows - 1) + column_stride * (columns - 1) + 4
-    memory: Any = (ctypes.c_char * length).from_address(tensor.data)
-    strides = (row_stride, column_stride)
-    values: Floats = np.ndarray((rows, columns), np.float32, memory, 0, strides)
-    return values
-
-
-def _matrix(tensor: ggml.Tensor) -> Ids:
-    """An int32 tensor of up to two dimensions, in place. Rows may lie apart: the top-k is a view
-    of the argsort. There are none where the last layer of a ubatch has no output to give."""
-    columns, rows, stride = tensor.ne[0], tensor.ne[1], tensor.nb[1]
-    if not rows:
-        return np.empty((0, columns), np.int32)
-    memory: Any = (ctypes.c_char * (stride * (rows - 1) + 4 * columns)).from_address(tensor.data)
-    ids: Ids = np.ndarray((rows, columns), np.int32, memory, strides=(stride, 4))
-    return ids

@@ -42,8 +42,9 @@ class Loan:
 
 def make_loan(lender: Router, target: int, borrower: Router) -> Loan | None:
     """The loan of `lender` to layer `target`, whose router is `borrower`; None if their parts of
-    the graph are not alike."""
-    if not lender.computes_as(borrower):
+    the graph are not alike, or lie on different devices."""
+    there = [ggml.tensor_at(router.matrix).buffer for router in (lender, borrower)]
+    if not lender.computes_as(borrower) or there[0] != there[1]:
         return None
     pairs = (
         (router.matrix, router.router_bias, router.selection_bias) for router in (lender, borrower)

@@ -6,7 +6,7 @@ take wait. So the question is answered here in machine code (numba), and Python 
 there is something to decide:
 
 * after a layer's top-k was computed: its experts are known (unless all experts fit in memory, these
-  have been there before, and nobody else wants to know);
+  have been there before, and nobody else wants to know, or it is on a device: see `copies`);
 * before a product over experts whose bytes are still being read;
 * for a trace, after the experts' outputs were weighted;
 * for predictions, after a router product whose input does not survive until the top-k;
@@ -86,7 +86,11 @@ OPERANDS = 3  # of a router: its matrix, the bias before and the bias after the 
 LENT_FROM = LENT + 1  # addresses of those tensors; 0: there is none, or the router is not lent
 LENT_TO = LENT_FROM + OPERANDS  # of those that take their place
 LENT_AT = LENT_TO + OPERANDS  # of the nodes that have these operands now; 0: none
-STATE_WORDS = LENT_AT + OPERANDS
+IS_HOST = LENT_AT + OPERANDS  # address of ggml_backend_buffer_is_host; 0: all is in host memory
+LATE = IS_HOST + 1  # a device's top-k is not stopped at: its copy is read when a product asks
+ROUTER_INPUT_TENSOR = LATE + 1  # whose data the router's input is
+ROUTER_INPUT_BUFFER = LATE + 2  # addresses of other buffers are not to be compared with its
+STATE_WORDS = LATE + 3
 
 _ADD, _MUL, _MUL_MAT, _MUL_MAT_ID = (
     ggml.op_code(name) for name in ("ADD", "MUL", "MUL_MAT", "MUL_MAT_ID")
@@ -98,12 +102,18 @@ _OP_WORD = ggml.Tensor.op.offset // 8
 _SRC_WORD = ggml.Tensor.src.offset // 8
 _IDS_WORD = _SRC_WORD + 2
 _NE_WORD, _NB_WORD = ggml.Tensor.ne.offset // 8, ggml.Tensor.nb.offset // 8
+_BUFFER_WORD = ggml.Tensor.buffer.offset // 8
 _DATA_WORD = ggml.Tensor.data.offset // 8
 _NAME_WORD = ggml.Tensor.name.offset // 8
 TOPK_PREFIX = b"ffn_moe_topk-"
 _PREFIX = int.from_bytes(TOPK_PREFIX[:8], "little")
 _TOPK_TAIL = int.from_bytes(TOPK_PREFIX[8:], "little")
 _TOPK_MASK = (1 << 8 * len(TOPK_PREFIX[8:])) - 1
+_COPIED_NAME = b"CPU#" + TOPK_PREFIX  # of the copy that the scheduler makes of a device's top-k
+_COPIED = tuple(
+    int.from_bytes(_COPIED_NAME[at : at + 8], "little") for at in range(0, len(_COPIED_NAME), 8)
+)
+_COPIED_MASKS = (*[-1] * (len(_COPIED) - 1), (1 << 8 * (len(_COPIED_NAME) % 8)) - 1)
 _WEIGHTED = int.from_bytes(b"weighted", "little")
 NAME_WORDS = 8
 _TENSOR_WORDS = _NAME_WORD + NAME_WORDS
@@ -120,6 +130,18 @@ def _call(_typing: Any, address: Any, tensor: Any, ask: Any) -> Any:
         return builder.call(target, [arguments[1], arguments[2]])
 
     return types.int8(types.int64, types.voidptr, types.int8), generate
+
+
+@intrinsic
+def _call_is_host(_typing: Any, address: Any, buffer: Any) -> Any:
+    """Calls the C function `bool (void *buffer)` at an address known at run time."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        bit, pointer = ir.IntType(1), ir.IntType(8).as_pointer()
+        target = builder.inttoptr(arguments[0], ir.FunctionType(bit, [pointer]).as_pointer())
+        return builder.call(target, [builder.inttoptr(arguments[1], pointer)])
+
+    return types.boolean(types.int64, types.int64), generate
 
 
 @intrinsic
@@ -157,12 +179,15 @@ def _watch_router(state: Any, words: Any, op: Any) -> Any:
     if op == _MUL_MAT and words[_SRC_WORD] == state[ROUTER]:
         source = carray(_pointer(words[_SRC_WORD + 1]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
         state[ROUTER_INPUT], state[ROUTER_INPUT_END] = source[_DATA_WORD], _end(source)
+        state[ROUTER_INPUT_TENSOR] = words[_SRC_WORD + 1]
+        state[ROUTER_INPUT_BUFFER] = source[_BUFFER_WORD]
         state[DAMAGED] = 0
         return state[STOP_AT_ROUTER] != 0
     if state[ROUTER_INPUT] != 0:
         view = op == _VIEW or op == _RESHAPE or op == _PERMUTE or op == _TRANSPOSE  # noqa: PLR1714
         if (
             not view
+            and words[_BUFFER_WORD] == state[ROUTER_INPUT_BUFFER]
             and words[_DATA_WORD] < state[ROUTER_INPUT_END]
             and _end(words) > state[ROUTER_INPUT]
         ):
@@ -230,11 +255,12 @@ def _give_back(state: Any) -> Any:
 
 
 @numba.njit
-def _is_settled(state: Any, words: Any) -> Any:
-    """Whether all experts of this top-k are in memory for good."""
+def _is_settled(state: Any, words: Any, start: Any) -> Any:
+    """Whether all experts of this top-k, whose name has its layer from byte `start` on, are in
+    memory for good."""
     layer = 0
-    for shift in (40, 48, 56):  # the digits behind `ffn_moe_topk-`
-        digit = (words[_NAME_WORD + 1] >> shift & 0xFF) - 48
+    for place in range(start, start + 3):
+        digit = (words[_NAME_WORD + place // 8] >> 8 * (place % 8) & 0xFF) - 48
         if digit < 0 or digit > 9:
             break
         layer = 10 * layer + digit
@@ -246,6 +272,41 @@ def _is_settled(state: Any, words: Any) -> Any:
             if carray(_pointer(settled + ids[slot]), (1,), dtype=np.int8)[0] == 0:
                 return False
     return True
+
+
+@numba.njit
+def _look_up_copy(state: Any, address: Any) -> Any:
+    """The first product of a layer takes its experts from the copy of a device's top-k: what
+    `_stopped` does where there is a stop."""
+    ids = carray(_pointer(address), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+    for word in range(len(_COPIED)):
+        if ids[_NAME_WORD + word] & _COPIED_MASKS[word] != _COPIED[word]:
+            return
+    if _is_settled(state, ids, len(_COPIED_NAME)):
+        state[RESTED] += ids[_NE_WORD] * ids[_NE_WORD + 1]
+        state[ROUTED], state[PENDING] = address, 0
+
+
+@numba.njit
+def _on_device(state: Any, words: Any) -> Any:
+    """Whether the CPU cannot read a tensor's data."""
+    if state[IS_HOST] == 0 or words[_BUFFER_WORD] == 0:
+        return False
+    host: Any = _call_is_host(state[IS_HOST], words[_BUFFER_WORD])  # type: ignore[call-arg]
+    return not host
+
+
+@numba.njit
+def _disarm(state: Any, words: Any) -> Any:
+    """Asked about a product of a void graph. With devices, a graph is several splits; ending one
+    does not end the others, of which llama.cpp still runs the first node, with whatever is in
+    memory as ids. Every model has an expert 0."""
+    ids = carray(_pointer(words[_IDS_WORD]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+    if ids[_BUFFER_WORD] == 0 or _on_device(state, ids):
+        return
+    for row in range(ids[_NE_WORD + 1]):
+        address = ids[_DATA_WORD] + row * ids[_NB_WORD + 1]
+        carray(_pointer(address), (ids[_NE_WORD],), dtype=np.int32)[:] = 0
 
 
 _TO_PYTHON = -1
@@ -261,12 +322,20 @@ def _asked(state: Any, tensor: Any, words: Any, op: Any) -> Any:
             state[RESTED] += words[_NE_WORD] * words[_NE_WORD + 1]
         return 0
     if op == _MUL_MAT_ID:
+        if state[LATE] != 0 and state[ROUTED] == 0 and state[SETTLED] != 0:
+            _look_up_copy(state, words[_IDS_WORD])
         known = words[_IDS_WORD] == state[ROUTED] and state[POINTED] < MAX_POINTED
         placed = state[PLACED] != 0 or state[SLOTS_END] == 0
         if state[PENDING] != 0 or not known or not placed:
             return _TO_PYTHON
         _point_at_slots(state, tensor, words)
         return 0
+    if topk and state[LATE] != 0 and _on_device(state, words):
+        # Earlier splits have run, so the products of the layer before have; and what was routed
+        # before this is not what the next products use, although their copy may have its address.
+        _point_back(state)
+        state[ROUTED] = 0
+        topk = False
     weighted = state[TRACING] != 0 and op == _MUL and first == _PREFIX and second == _WEIGHTED
     at_router = state[ROUTER] != 0 and _watch_router(state, words, op)
     if state[LENT_FROM] != 0:
@@ -283,7 +352,7 @@ def _stopped(state: Any, tensor: Any, words: Any, op: Any) -> Any:
     if op == _MUL_MAT_ID:
         return 1  # the stop was for what comes next
     topk = words[_NAME_WORD] == _PREFIX and words[_NAME_WORD + 1] & _TOPK_MASK == _TOPK_TAIL
-    if topk and state[SETTLED] != 0 and _is_settled(state, words):
+    if topk and state[SETTLED] != 0 and _is_settled(state, words, len(TOPK_PREFIX)):
         state[RESTED] += words[_NE_WORD] * words[_NE_WORD + 1]
         state[ROUTED], state[PENDING] = _address(tensor), 0  # type: ignore[call-arg]
         return 1
@@ -331,12 +400,14 @@ def _compile(frozen: int, *, cached: bool) -> Any:
     def node_filter(tensor: Any, ask: Any, state_pointer: Any) -> Any:
         frozen  # noqa: B018  a free variable's value is a part of the cache's key
         state = carray(state_pointer, (STATE_WORDS,), dtype=np.int64)
+        words = carray(tensor, (_TENSOR_WORDS,), dtype=np.int64)
+        op = words[_OP_WORD] & 0xFFFFFFFF
         if state[FAULT] != 0:
+            if ask and op == _MUL_MAT_ID and state[IS_HOST] != 0:
+                _disarm(state, words)
             # Asked: stop here. Stopped: end the graph, or go on to a node after which llama.cpp
             # asks `abort_check`: it does not after those that compute nothing.
             return ask or state[ANNOUNCED] == 0
-        words = carray(tensor, (_TENSOR_WORDS,), dtype=np.int64)
-        op = words[_OP_WORD] & 0xFFFFFFFF
         known = _asked(state, tensor, words, op) if ask else _stopped(state, tensor, words, op)
         if known != _TO_PYTHON:
             return known != 0

@@ -10,6 +10,9 @@ functions replaced, and a third in each buffer that it makes (`struct ggml_backe
   and spoils the first byte of the tensor's name, so that the loader looks the name up in the file,
   finds no such weight, and goes on without reading.
 
+Where layers go to a device, only what stays in host memory is ours: llama.cpp places and reads the
+rest itself, and no more than that.
+
 The names are restored after the load. Every step depends on the layout of these structs, which
 `Placement()` first checks against ggml's public getters.
 """
@@ -36,7 +39,8 @@ _AllocBuffer = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_
 _InitTensor = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 _NAME = b"RouteAheadArena"
-_ALL_TENSORS = b".*"
+ALL_TENSORS = ".*"
+_ROUNDED = 1 + 1e-6  # llama.cpp counts in float32
 _ADAPTER = (".lora_a", ".lora_b")  # of another file, from which llama.cpp fills them itself
 
 
@@ -46,13 +50,18 @@ class _Override(ctypes.Structure):
     _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
 
 
+def _overrides(pattern: str, kind: int) -> Any:
+    """One override, and the end of the list."""
+    return (_Override * 2)(_Override(pattern.encode(), kind), _Override(None, None))
+
+
 def _word(address: int, index: int) -> ctypes.c_void_p:
     return ctypes.c_void_p.from_address(address + index * ggml.POINTER)
 
 
 class Placement:
-    """Places every tensor of one model at the address that `place(name)` gives; None if its files
-    have no such tensor.
+    """Places the tensors of one model whose names match `pattern` at the address that `place(name)`
+    gives; None if its files have no such tensor.
 
     Keep it alive as long as the model lives: llama.cpp holds pointers into it.
 
@@ -63,7 +72,21 @@ class Placement:
         StreamError: the installed library's structs have another layout.
     """
 
-    def __init__(self, place: Callable[[str], int | None]) -> None:
+    def __init__(
+        self,
+        place: Callable[[str], int | None],
+        pattern: str = ALL_TENSORS,
+        *,
+        others: float = 0.0,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """
+        Prepares a load.
+
+        Args:
+            others: the share of the files' bytes that llama.cpp may read, into what is not ours.
+            progress: called with the share that it has read.
+        """
         ggml.check_layout()
         self._place = place
         self._base = ggml.library()
@@ -75,20 +98,19 @@ class Placement:
         )
         self._type: Any = self._copy_cpu_type()
         self._type_word = self._find_type_word()
-        self._overrides = (_Override * 2)(
-            _Override(_ALL_TENSORS, ctypes.addressof(self._type)), _Override(None, None)
-        )
+        self._overrides = _overrides(pattern, ctypes.addressof(self._type))
         self._reservations: list[Reservation] = []
         self._buffers: list[int] = []
         self._spoiled: list[tuple[int, bytes]] = []  # a tied output has its embedding's name
         self.tensors: dict[str, int] = {}
         self._fault: BaseException | None = None
-        self._progress = C.llama_progress_callback(lambda fraction, _: fraction >= 1.0)
+        self._others, self._tell = others, progress
+        self._progress = C.llama_progress_callback(self._read)
 
     def inject(self, params: Any) -> None:
         """Makes a load with `params` use this placement."""
         params.tensor_buft_overrides = ctypes.addressof(self._overrides)
-        # Called before each tensor that is really read: there must be none, so it refuses.
+        # Called before each tensor that is really read, with the share that was: refuses too much.
         params.progress_callback = self._progress
 
     def finish(self, *, loaded: bool) -> None:
@@ -102,6 +124,8 @@ class Placement:
                 _word(buffer, _INIT_TENSOR).value = None  # no Python call from here on
             for first, original in self._spoiled:
                 ctypes.c_char.from_address(first).value = original
+        if loaded and not self.tensors:
+            raise StreamError("llama.cpp placed no tensor where it was told to")
         if self._fault:
             raise StreamError(f"placing the tensors failed: {self._fault}") from self._fault
 
@@ -117,6 +141,11 @@ class Placement:
         tensor = ggml.tensor_at(self.tensors[name])
         tensor.data, tensor.nb[2], tensor.nb[3] = address, stride, stride * count
         tensor.ne[2] = count
+
+    def _read(self, share: float, _data: Any) -> bool:
+        if self._tell and share <= self._others:
+            self._tell(share)
+        return share <= self._others * _ROUNDED or share >= 1.0
 
     def _copy_cpu_type(self) -> Any:
         base = self._base
@@ -200,3 +229,16 @@ class Placement:
         except BaseException as error:  # must not cross into C; any status but 0 ends the load
             self._fault = error
             return -1
+
+
+class ExpertsInRam:
+    """Makes a load that streams nothing keep the tensors of that pattern in host memory, whatever
+    goes to a device. Keep it alive as long as the model lives."""
+
+    def __init__(self, pattern: str) -> None:
+        kind = ggml.library().ggml_backend_cpu_buffer_type()
+        self._overrides = _overrides(pattern, kind)
+
+    def inject(self, params: Any) -> None:
+        """Makes a load with `params` use it."""
+        params.tensor_buft_overrides = ctypes.addressof(self._overrides)

@@ -8,7 +8,6 @@ architectures. What is not understood is left to the router.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.llamacpp import ggml
+from routeahead.llamacpp.tensor_values import fetch, in_place, on_host
 from routeahead.routing.selection import Activation, SelectionRule
 
 _VIEWS = ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CONT")
@@ -197,8 +197,8 @@ def _bias(node: ggml.Tensor, length: int) -> npt.NDArray[np.float32] | None:
     bias = ggml.tensor_at(node.src[1])
     if bias.op or bias.type or int(bias.ne[0]) != length or any(n != 1 for n in bias.ne[1:]):
         return None
-    values = (ctypes.c_float * length).from_address(bias.data)
-    return np.array(values, np.float32)
+    values = in_place(bias, np.float32, 0, 1) if on_host(bias) else fetch(bias).view(np.float32)
+    return np.array(values.ravel(), np.float32)
 
 
 def _is_plain(node: ggml.Tensor) -> bool:

@@ -19,12 +19,15 @@ from routeahead.llamacpp import ggml
 from routeahead.llamacpp.lending import Lending
 from routeahead.llamacpp.node_filter import (
     DAMAGED,
+    IS_HOST,
     ROUTER,
     ROUTER_INPUT,
     ROUTER_INPUT_END,
+    ROUTER_INPUT_TENSOR,
     STOP_AT_ROUTER,
 )
 from routeahead.llamacpp.router_graph import Router, read_router
+from routeahead.llamacpp.tensor_values import fetch, on_host
 from routeahead.types import Floats
 
 
@@ -58,7 +61,7 @@ class RouterInput:
         hidden = ggml.tensor_at(product.src[1])
         width, rows = int(hidden.ne[0]), int(hidden.ne[1])
         apart = hidden.nb[1] != 4 * width and rows > 1
-        self._copy = None if apart else _hidden(int(hidden.data), rows, width, copied=True)
+        self._copy = None if apart else self._hidden(hidden, rows, width, copied=True)
 
     def at_topk(self, layer: int, topk: int, rows: int) -> Floats | None:
         """The hidden vectors (rows, width) at the top-k of `layer`, at address `topk`.
@@ -80,7 +83,9 @@ class RouterInput:
         self._expect(self._next[layer])
         if copied is not None:
             return copied if len(copied) == rows else None
-        return _hidden(start, rows, width) if seen and not damaged else None
+        if not seen or damaged:
+            return None
+        return self._hidden(ggml.tensor_at(int(self._state[ROUTER_INPUT_TENSOR])), rows, width)
 
     def skip(self) -> None:
         """The next layer's hidden vector is not wanted."""
@@ -95,10 +100,15 @@ class RouterInput:
         # token's can be read too.
         state[STOP_AT_ROUTER] = layer in self.damaged or layer not in self._proven
 
-
-def _hidden(address: int, rows: int, width: int, *, copied: bool = False) -> Floats:
-    memory: Any = (ctypes.c_float * (rows * width)).from_address(address)
-    hidden: Floats = np.frombuffer(memory, np.float32).reshape(rows, width)
-    hidden = hidden.copy() if copied else hidden
-    hidden.flags.writeable = False  # it is the graph's
-    return hidden
+    def _hidden(
+        self, tensor: ggml.Tensor, rows: int, width: int, *, copied: bool = False
+    ) -> Floats:
+        hidden: Floats
+        if self._state[IS_HOST] and not on_host(tensor):
+            hidden = fetch(tensor).view(np.float32).reshape(rows, width)
+        else:
+            memory: Any = (ctypes.c_float * (rows * width)).from_address(tensor.data)
+            hidden = np.frombuffer(memory, np.float32).reshape(rows, width)
+            hidden = hidden.copy() if copied else hidden
+        hidden.flags.writeable = False  # it is the graph's
+        return hidden

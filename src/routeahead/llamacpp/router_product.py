@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from routeahead.errors import SettingsError, StreamError
 from routeahead.llamacpp import ggml
+from routeahead.llamacpp.tensor_values import fetch, on_host
 from routeahead.routing.policy import Precision
 from routeahead.routing.selection import Activation, SelectionRule
 from routeahead.types import Floats, Ids
@@ -74,7 +75,7 @@ class RouterProduct:
         self._base = ggml.compute_library()
         self.width, self.n_expert = int(weights.ne[0]), int(weights.ne[1])
         check_width(precision, self.width)
-        kind, data = weights.type, int(weights.data)
+        kind, data = weights.type, self._data(weights)
         if precision != "f32" and ggml.type_name(kind) != _STORED[precision]:
             kind, self._stored = self._convert(weights, _STORED[precision])
             data = self._stored.ctypes.data
@@ -132,6 +133,13 @@ class RouterProduct:
             )
         graph.plan()
 
+    def _data(self, weights: ggml.Tensor) -> int:
+        """Address of the matrix, or of a copy of a device's."""
+        if on_host(weights):
+            return int(weights.data)
+        self._copy = fetch(weights)
+        return int(self._copy.ctypes.data)
+
     def _convert(self, weights: ggml.Tensor, name: str) -> tuple[int, npt.NDArray[np.uint8]]:
         base, kind = self._base, ggml.type_code(name)
         values = self._float32(weights)
@@ -144,7 +152,7 @@ class RouterProduct:
     def _float32(self, weights: ggml.Tensor) -> npt.NDArray[np.float32]:
         """The matrix (n_expert, width), whatever its type in the file."""
         graph = _Graph(self._base)
-        source = graph.tensor(weights.type, self.width, self.n_expert, int(weights.data))
+        source = graph.tensor(weights.type, self.width, self.n_expert, self._data(weights))
         values = graph.result(graph.node(self._base.ggml_cast, source, _F32))
         graph.plan()
         graph.compute()
