@@ -50,11 +50,13 @@ def test_what_has_no_effect_is_ignored(
     np.testing.assert_array_equal(evaluate(llm, PROMPTS[0]), library.resident(NAME)[0])
 
 
-def test_a_gpu_is_refused(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_not_copied_to_a_device(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp would copy them when their part of the graph begins, before they have been read:
+    wrong tokens, silently."""
     monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: True)
-    with pytest.raises(SettingsError, match="n_gpu_layers is -1: experts are streamed into RAM"):
-        load(NAME, n_gpu_layers=-1)
-    load(NAME, cache_mb=0, n_gpu_layers=0)
+    with pytest.raises(SettingsError, match=r"^op_offload copies experts to the device before"):
+        load(NAME, op_offload=True)
+    load(NAME, cache_mb=0, op_offload=None)
 
 
 def test_what_clients_still_pass_is_taken(load: Load) -> None:

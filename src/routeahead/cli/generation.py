@@ -156,6 +156,7 @@ class Generation:
             "decode_steps": {
                 name: [getattr(step, name) for step in self.decode_steps] for name in STEP_COLUMNS
             },
+            **reports.device(llm),
             **reports.policies(llm),
         }
 

@@ -4,27 +4,45 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from routeahead.cli import options
+from routeahead.cli.open_model import DEFAULT_CONTEXT
 from routeahead.cli.terminal import print_facts, size
+from routeahead.config import GpuLayers
+from routeahead.engine.offload import Offload, plan
 from routeahead.errors import ModelError
 from routeahead.experts.layout import ModelLayout
+from routeahead.llamacpp.devices import Device, devices
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.machine.memory import available_bytes
+
+_UBATCH = 512  # rows; llama.cpp's default
 
 
 def inspect(
     model: options.Model = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
+    gpu_layers: Annotated[
+        str,
+        typer.Option(
+            "-ngl",
+            "--gpu-layers",
+            metavar="N|auto|all",
+            help="Say what would go to a device; 'auto' asks what fits there.",
+        ),
+    ] = "0",
+    context: options.Context = None,
 ) -> None:
     """Print a model's layers, experts and sizes, and how much of it fits in this machine.
 
     \b
     routeahead inspect model.gguf
     routeahead inspect model-00001-of-00004.gguf --json
+    routeahead inspect model.gguf -ngl auto -c 8192
     """
     path = options.model_path(model)
     layout, free = read_layout(path).loaded(), available_bytes()
@@ -33,16 +51,31 @@ def inspect(
             f"{path}: has no experts ({layout.arch}): nothing to stream; "
             "`routeahead run --resident` runs it"
         )
+    offload, found = _offload(layout, options.gpu_layers(gpu_layers), context)
     if as_json:
-        print(json.dumps(report(layout, free), indent=2))
+        print(json.dumps(report(layout, free, offload, found), indent=2))
         return
-    rows = facts(layout, free)
+    rows = facts(layout, free, offload, found)
     if model is None:
         rows.insert(0, ("", "no model given: this is the built-in one"))
     print_facts(rows)
 
 
-def report(layout: ModelLayout, free: int) -> dict[str, Any]:
+def _offload(
+    layout: ModelLayout, wanted: GpuLayers, context: int | None
+) -> tuple[Offload, list[Device]]:
+    """What would go to a device, and which there are."""
+    found = devices() if wanted else []
+    if wanted == "auto" and not found:
+        wanted = 0
+    tokens = context or min(DEFAULT_CONTEXT, int(layout.value("context_length") or 0))
+    free = sum(device.free for device in found)
+    return plan(layout, wanted, free=free, context=tokens, rows=_UBATCH), found
+
+
+def report(
+    layout: ModelLayout, free: int, offload: Offload, found: Sequence[Device]
+) -> dict[str, Any]:
     """What `--json` prints; `free` is what this machine has left. All sizes in bytes."""
     return {
         "files": [str(shard.path) for shard in layout.shards],
@@ -57,11 +90,14 @@ def report(layout: ModelLayout, free: int) -> dict[str, Any]:
         "dense_bytes": layout.dense_bytes,
         "token_bytes": layout.token_bytes(),
         "free_bytes": free,
-        "fits": _fit(layout, free),
+        "fits": _fit(layout, free, offload),
+        "device": offload.as_dict(layout, found),
     }
 
 
-def facts(layout: ModelLayout, free: int) -> list[tuple[str, str]]:
+def facts(
+    layout: ModelLayout, free: int, offload: Offload, found: Sequence[Device]
+) -> list[tuple[str, str]]:
     """(label, value) rows; `free` in bytes is what this machine has left."""
     sizes = layout.bytes_by_layer()
     least = layout.token_bytes()
@@ -73,12 +109,23 @@ def facts(layout: ModelLayout, free: int) -> list[tuple[str, str]]:
         ("an expert", " or ".join(size(n) for n in sorted(set(sizes.values())))),
         *_quantisation(layout),
         ("experts, all", size(layout.expert_bytes)),
-        ("dense weights", f"{size(layout.dense_bytes)} (kept in memory)"),
+        ("dense weights", f"{size(offload.host_bytes(layout))} (kept in memory)"),
+        *_on_device(layout, offload, found),
         ("a token touches", f"{size(least)} of experts: the smallest sensible cache"),
         ("free memory", size(free)),
-        ("fits here", _fit(layout, free)),
+        ("fits here", _fit(layout, free, offload)),
     ]
     return rows
+
+
+def _on_device(
+    layout: ModelLayout, offload: Offload, found: Sequence[Device]
+) -> list[tuple[str, str]]:
+    if not offload.layers:
+        return []
+    there = [f"{device.name}, {size(device.free)} free" for device in found]
+    where = f"{size(offload.device_bytes(layout))}: {offload.describe()}, and their KV cache"
+    return [("on a device", where), ("device", "; ".join(there) or "none here")]
 
 
 def _quantisation(layout: ModelLayout) -> list[tuple[str, str]]:
@@ -97,8 +144,8 @@ def _kinds(layout: ModelLayout) -> dict[str, dict[str, int]]:
     return found
 
 
-def _fit(layout: ModelLayout, free: int) -> str:
-    left = free - layout.dense_bytes - layout.layer_bytes()
+def _fit(layout: ModelLayout, free: int, offload: Offload) -> str:
+    left = free - offload.host_bytes(layout) - layout.layer_bytes()
     if left >= layout.expert_bytes:
         return "everything: all experts fit in the cache"
     if left >= layout.token_bytes():

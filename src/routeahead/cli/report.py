@@ -7,6 +7,7 @@ from typing import Any
 from routeahead.engine.llama import Llama
 from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
+from routeahead.llamacpp.devices import devices
 from routeahead.telemetry.counters import peak_rss_bytes, share
 
 
@@ -56,6 +57,13 @@ def model(llm: Llama) -> dict[str, Any]:
     }
 
 
+def device(llm: Llama) -> dict[str, Any]:
+    """What is on a device, with what is free there now; empty if nothing is."""
+    if not llm.offload.layers:
+        return {}
+    return {"device": llm.offload.as_dict(llm.layout, devices())}
+
+
 def policies(llm: Llama) -> dict[str, Any]:
     """What the policies report, and what became of the experts that they read early."""
     found = llm.policies.report(llm.counters.decode)
@@ -84,6 +92,7 @@ def lines(llm: Llama, figures: dict[str, float | int], prompt: int, generated: i
         f"output {generated} {'token' if generated == 1 else 'tokens'}{rate}",
         f"moe-process: load {figures['load_s']:.2f} s, total {figures['total_s']:.2f} s, "
         f"peak {peak} MiB",
+        *_device_line(llm),
     ]
     if decode.tokens:
         parts = {name: f"{1e3 * decode.per_token(f'{name}_s'):.1f}" for name in _PARTS}
@@ -106,6 +115,19 @@ def lines(llm: Llama, figures: dict[str, float | int], prompt: int, generated: i
             f"{io_ms:.1f} ms of lane time a token, at least {hidden:.1f} ms hidden"
         )
     return [*found, *llm.policies.lines(decode), *_early_lines(source, llm.policies.reads_early)]
+
+
+def _device_line(llm: Llama) -> list[str]:
+    """Whose layers are where: the peak above is of host memory alone."""
+    if not llm.offload.layers:
+        return []
+    there = llm.offload.device_bytes(llm.layout) // MIB
+    here = llm.offload.host_bytes(llm.layout) // MIB
+    free = ", ".join(f"{one.name} has {one.free // MIB} MiB free" for one in devices())
+    return [
+        f"moe-device: {llm.offload.describe()}: {there} MiB of dense weights and the KV cache of "
+        f"these blocks there, {here} MiB here; {free}"
+    ]
 
 
 _PARTS = ("compute", "stall", "mgmt")

@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from routeahead.config import GpuLayers
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import MIB, ModelLayout, TensorInfo
+from routeahead.llamacpp.devices import Device
 
 EXPERTS = r"^blk\.[0-9]+\.ffn_(gate|up|down|gate_up)_exps\."
 _BLOCK = re.compile(r"^blk\.(\d+)\.")
@@ -82,6 +84,19 @@ class Offload:
         if self.layers and _OUTPUT not in sizes:
             others += sizes.get(_EMBEDDING, 0)
         return others / sum(sizes.values())
+
+    def as_dict(self, layout: ModelLayout, devices: Sequence[Device]) -> dict[str, Any]:
+        """As a report has it: where the dense weights are, host and device apart."""
+        return {
+            "layers": self.layers,
+            "total_layers": self.total,
+            "dense_bytes": self.device_bytes(layout),
+            "host_dense_bytes": self.host_bytes(layout),
+            "devices": [
+                {"name": device.name, "free_bytes": device.free, "total_bytes": device.total}
+                for device in devices
+            ],
+        }
 
     def describe(self) -> str:
         """Such as "5 of 7 layers (blocks 2-5 and the output)"."""
