@@ -10,25 +10,30 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support.rpc_device import LAYERS as VARIABLE
 from support.rpc_device import ROOT, Unavailable, backend
 
-HERE = Path(__file__).parent
-# What each kind of the existing tests says on a device: identity with every architecture, reads
-# that are late or missing, faults, predictions, dropping, guesses. Of 6 blocks and the output, 4
-# go there in the partial runs: the routers of some layers are on the CPU and of others are not.
-DAILY = {
-    "all": [
-        "test_identity.py::test_same_logits_another_way[qwen3moe-delayed]",
-        "test_identity.py::test_same_logits_another_way[gpt-oss-delayed-lanes]",
-        "test_identity.py::test_same_logits_another_way[gemma4-delayed-serial]",
-        "test_identity.py::test_same_logits_another_way[deepseek2-grouped-mapped-dense]",
-        "test_identity.py::test_same_logits[qwen3moe-full-overlap-1lanes-1files-direct]",
-        "test_faults.py::test_exception_at_every_stop",
-    ],
-}
+SUITES = [
+    "identity", "slot_ids", "route_ahead", "drop", "prefetch", "policy_api", "faults", "raw_decode"
+]  # fmt: skip
+# A test of each kind: architectures that ask most different things of the stream, reads that are
+# late or reordered, everything cached, every stop's fault, policies that change ids and weights.
+DAILY = [
+    "test_identity.py::test_same_logits_another_way[gpt-oss-delayed-lanes]",
+    "test_identity.py::test_same_logits_another_way[gemma4-delayed-serial]",
+    "test_identity.py::test_same_logits_another_way[deepseek2-grouped-mapped-dense]",
+    "test_identity.py::test_same_logits[qwen3moe-full-serial-1lanes-1files-buffered]",
+    "test_faults.py::test_exception_at_every_stop[1-routed-Fault]",
+    "test_raw_decode.py::test_read_error_is_returned_and_kept",
+    "test_route_ahead.py::test_committed_routing_is_the_references[gpt-oss-2]",
+    "test_drop.py::test_drops_by_share_and_computes_without[deepseek2-full]",
+    "test_prefetch.py::test_prefetchers_change_nothing[gemma4-predicted-worker]",
+    "test_prefetch.py::test_substitution_is_the_references[deepseek2-grouped]",
+]
+# Of 6 blocks and the output, 4 layers go to the device: some routers are on the CPU, others not.
+PARTIAL = "4"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,8 @@ def device() -> None:
 def run(layers: str, *selected: str, timeout: int = 100) -> dict[str, int]:
     """Runs tests with that many layers on the device; returns what was counted."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "support.on_device", *selected]
-    environment = {**os.environ, "ROUTEAHEAD_TEST_LAYERS": layers}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environment[VARIABLE] = layers
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *sys.path])
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment,
@@ -53,3 +59,28 @@ def run(layers: str, *selected: str, timeout: int = 100) -> dict[str, int]:
     counted = re.search(r"^device: copies=(\d+) values=(\d+)$", done.stdout, re.MULTILINE)
     assert passed and counted, done.stdout
     return {"passed": int(passed[1]), "copies": int(counted[1]), "values": int(counted[2])}
+
+
+def files(names: list[str]) -> list[str]:
+    return [f"tests/model/{name}" for name in names]
+
+
+def test_special_checks(device: None) -> None:
+    counted = run("all", *files(["device_checks.py"]))
+    assert counted["copies"] > 500 and counted["values"] > 50
+
+
+def test_partly(device: None) -> None:
+    """A test of each kind, four layers on the device."""
+    counted = run(PARTIAL, *files(DAILY))
+    assert counted["passed"] >= len(DAILY)
+    assert counted["copies"] > 100 and counted["values"] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("layers", ["all", PARTIAL])
+def test_suite(device: None, layers: str, suite: str) -> None:
+    """All daily tests of a kind, with all layers there and with some."""
+    counted = run(layers, f"tests/model/test_{suite}.py", timeout=1500)
+    assert counted["copies"] > 100

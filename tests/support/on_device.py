@@ -17,9 +17,7 @@ import pytest
 from routeahead import Llama
 from routeahead.llamacpp import tensor_values
 from routeahead.llamacpp.eval_callback import EvalCallback
-from support.rpc_device import Server, Unavailable
-
-VARIABLE = "ROUTEAHEAD_TEST_LAYERS"
+from support.rpc_device import LAYERS, Server, Unavailable
 
 _counted: Counter[str] = Counter()
 _servers: list[Server] = []
@@ -41,7 +39,7 @@ def pytest_configure() -> None:
         _servers.append(Server())
     except Unavailable as error:
         pytest.exit(f"no device: {error}", returncode=5)
-    layers = os.environ.get(VARIABLE, "all")
+    layers = os.environ.get(LAYERS, "all")
     wanted = layers if layers in ("all", "auto") else int(layers)
     inner = Llama.__init__
 

@@ -31,6 +31,9 @@ LIB = Path(llama_cpp.__file__).parent / "lib"
 _SOURCES = ("include/", "src/ggml-rpc/", "src/ggml-impl.h", "src/ggml-backend-impl.h")
 _START_S = 20
 
+LAYERS = "ROUTEAHEAD_TEST_LAYERS"
+"""The environment variable that says how many layers go there (`on_device.py`)."""
+
 
 class Unavailable(Exception):
     """There is no such device here; says why in a line."""
