@@ -25,8 +25,9 @@ class StreamingArguments(TypedDict, total=False):
     expert_substitute: float
     # Route as this recorded trace did (random weights, real locality).
     replay_routing: Path | None
-    # Predict in the graph's callback ('inline') or on a thread of its own ('worker').
-    route_ahead_compute: Literal["inline", "worker"]
+    # Predict in the graph's callback ('inline'), on a thread of its own ('worker'), or, with
+    # route_ahead, by the graph's own router products ('graph').
+    route_ahead_compute: Literal["inline", "worker", "graph"]
     # Router matrices that predict: 'f32' (the model's own), 'f16' or 'int8'.
     router_precision: Literal["f32", "f16", "int8"]
     # Read ahead what the next layer's router says of this layer's input.
@@ -39,6 +40,9 @@ class StreamingArguments(TypedDict, total=False):
     # A prediction that is late is waited for ('wait', so that the output does not depend on timing)
     # or left to the router ('pass').
     route_ahead_late: Literal["pass", "wait"]
+    # A committed expert's weight: its own router's ('true'), or what was predicted with it
+    # ('predicted', which spares route_ahead_compute='graph' the products).
+    route_ahead_weights: Literal["true", "predicted"]
     # Score how well routings could have been predicted; changes nothing, and is slow.
     predict_log: bool
     # Do not read a missing expert whose share of the routing is below F / top-k (lossy); 0 is off.
@@ -55,6 +59,9 @@ class StreamingArguments(TypedDict, total=False):
     force_cache: bool
     # Size in MiB below which the cache does not shrink when other programs need memory.
     cache_floor_mb: int | None
+    # Which experts leave a full cache: 'lru' (the least recently used) or 'decay' (those that
+    # recent routings make least likely).
+    cache_policy: Literal["lru", "decay"]
     # Lanes: threads that read experts.
     io_threads: int
     # Read later projections while earlier ones compute.
