@@ -6,11 +6,17 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from support.commands import Command, Done
 
 from routeahead.cli.main import main
+
+if TYPE_CHECKING:
+    from support.hub import Hub
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that `main` handles
 
@@ -36,3 +42,27 @@ def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         return subprocess.CompletedProcess(line, ended.value.code, *capfd.readouterr())
 
     return call
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A hub without models; the command and its children use it, and a folder of their own."""
+    import huggingface_hub.constants
+    from support.hub import Hub
+
+    hub = Hub()
+    for name, value in {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": tmp_path / "hf",
+        "HF_TOKEN": "",
+        "ROUTEAHEAD_MODELS": tmp_path / "models",
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    # The library read its environment when another test imported it.
+    constants = huggingface_hub.constants
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    yield hub
+    hub.close()

@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -23,26 +22,9 @@ REPO = "some/model-GGUF"
 BYTES = random.Random(1).randbytes(300_000)
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """A hub with two quantisations; the command and its children use it, and a folder of their
-    own."""
-    hub = Hub({f"{REPO}/m-Q4_K_M.gguf": BYTES, f"{REPO}/m-Q8_0.gguf": BYTES[::-1]})
-    for name, value in {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": tmp_path / "hf",
-        "HF_TOKEN": "",
-        "ROUTEAHEAD_MODELS": tmp_path / "models",
-    }.items():
-        monkeypatch.setenv(name, str(value))
-    # The library read its environment when another test imported it.
-    constants = huggingface_hub.constants
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    yield hub
-    hub.close()
+@pytest.fixture(autouse=True)
+def two_models(hub: Hub) -> None:
+    hub.files |= {f"{REPO}/m-Q4_K_M.gguf": BYTES, f"{REPO}/m-Q8_0.gguf": BYTES[::-1]}
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_a_cache_gives_way_and_grows_again(large: Path, machine: Machine) -> Non
     cache, experts = llm.source.cache, llm.layout.expert_bytes
     assert cache.budget == experts
     full, rss = cache.used, psutil.Process().memory_info().rss
-    machine.total = budget._HEADROOM + llm.layout.layer_bytes() + 30 * MIB
+    machine.total = budget.HEADROOM + llm.layout.layer_bytes() + 30 * MIB
     machine.look(llm)
     np.testing.assert_array_equal(evaluate(llm, PROMPTS[0]), expected)
     assert cache.budget <= 30 * MIB and cache.used <= 30 * MIB + llm.layout.layer_bytes()
@@ -114,7 +114,7 @@ def test_a_floor_holds(large: Path, machine: Machine) -> None:
 def test_two_models_share_what_is_free(large: Path, machine: Machine) -> None:
     """Each would take all of it: the first gives its half back at its next batch."""
     first = machine.new(large)
-    machine.total = budget._HEADROOM + 2 * first.layout.layer_bytes() + 82 * MIB
+    machine.total = budget.HEADROOM + 2 * first.layout.layer_bytes() + 82 * MIB
     machine.look(first)
     evaluate(first, PROMPTS[1])
     second = machine.new(large)

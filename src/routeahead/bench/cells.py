@@ -36,6 +36,11 @@ class Cell:
     flags: tuple[str, ...]
 
 
+def is_run(cell: Cell) -> bool:
+    """Whether a cell is `routeahead run`, as this process would be."""
+    return cell.program == _RUN and not cell.environment
+
+
 @dataclass(frozen=True)
 class CellList:
     """The cells that answer a question, which is empty for cells from the command line."""

@@ -21,6 +21,7 @@ _VERBS = {
     "chat": ("chat", "chat"),
     "serve": ("serve", "serve"),
     "inspect": ("inspect", "inspect"),
+    "doctor": ("doctor", "doctor"),
     "bench": ("bench", "bench"),
     "eval": ("eval", "evaluate"),
     "replay": ("replay", "replay"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,8 +13,9 @@ from routeahead.bench.cells import CellList, parse_cell, read_cells
 from routeahead.bench.runs import Bench, Plan, Run
 from routeahead.bench.statistics import LEAST_PAIRS, Ratio, Spread
 from routeahead.bench.summary import COMPARED, SPEED, CellSummary, figures, summarise
-from routeahead.cli import options
+from routeahead.cli import against_doctor, options
 from routeahead.cli.terminal import Column, print_table, visible
+from routeahead.doctor.examination import Examination
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import MIB, shard_paths
 from routeahead.llamacpp.gguf_file import read_layout
@@ -78,6 +79,14 @@ def bench(
             help="Memory a run may use, page cache included (Linux cgroup): MiB, or as 4G.",
         ),
     ] = None,
+    against: Annotated[
+        bool,
+        typer.Option(
+            "--against-doctor",
+            help="Ask `doctor` first, and say whether the runs lay in its band. Its routing is "
+            "recorded text: give cells --replay-routing to feed it.",
+        ),
+    ] = False,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write everything, raw, to this file.")
     ] = None,
@@ -107,8 +116,11 @@ def bench(
     )
     benchmark = Bench(read_layout(path), _cells(cell, cells), plan, baseline)
     options.announce(model)
-    interrupted = _run(benchmark, as_json)
+    told = against_doctor.forecasts(benchmark) if against else {}
+    interrupted = _run(benchmark, as_json, {"doctor": _as_json(told)} if told else {})
     _show(benchmark, _summaries(benchmark))
+    if told:
+        against_doctor.show(told, _summaries(benchmark))
     if interrupted:
         raise typer.Exit(130)
     if any(run.error for run in benchmark.runs):
@@ -121,25 +133,32 @@ def _cells(given: list[str] | None, file: Path | None) -> CellList:
     return read_cells(file) if file else CellList("", [parse_cell(text) for text in given or []])
 
 
-def _run(benchmark: Bench, as_json: Path | None) -> bool:
-    """Runs everything, with a line on stderr for each run; True if interrupted."""
+def _as_json(told: dict[str, Examination]) -> dict[str, Any]:
+    return {cell: found.as_dict() for cell, found in told.items()}
+
+
+def _run(benchmark: Bench, as_json: Path | None, more: dict[str, Any]) -> bool:
+    """Runs everything, with a line on stderr for each run; True if interrupted.
+
+    `more` is written beside the runs.
+    """
     try:
         for run in benchmark:
-            _write(benchmark, as_json)  # each time: hours of runs survive whatever happens
+            _write(benchmark, as_json, more)  # each time: hours of runs survive whatever happens
             place = f"[{len(benchmark.runs)}/{len(benchmark)}] pass {run.pass_index + 1}"
             outcome = _outcome(run, benchmark.plan.warmup)
             line = visible(f"{place}, {run.cell}: {outcome}")
             print(line, file=sys.stderr, flush=True)
     except KeyboardInterrupt:
-        _write(benchmark, as_json)
+        _write(benchmark, as_json, more)
         return True
     return False
 
 
-def _write(benchmark: Bench, path: Path | None) -> None:
+def _write(benchmark: Bench, path: Path | None, more: dict[str, Any]) -> None:
     if path:
         summary = [one.as_dict() for one in _summaries(benchmark)]
-        write_json(path, benchmark.as_dict() | {"summary": summary})
+        write_json(path, benchmark.as_dict() | {"summary": summary} | more)
 
 
 def _summaries(benchmark: Bench) -> list[CellSummary]:

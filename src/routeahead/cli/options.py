@@ -6,7 +6,7 @@ import functools
 import inspect
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -16,7 +16,8 @@ from routeahead.cli.terminal import note
 from routeahead.config import GpuLayers, Settings
 from routeahead.errors import SettingsError
 from routeahead.hub.download import pull
-from routeahead.hub.reference import PREFIX, is_reference, parse
+from routeahead.hub.reference import PREFIX, is_reference
+from routeahead.hub.reference import parse as parse_reference
 from routeahead.hub.store import locate
 from routeahead.models import DEFAULT_MODEL
 from routeahead.policies.settings import CacheSize
@@ -85,10 +86,15 @@ ForcedTokens = Annotated[
 ]
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+def with_settings(
+    command: Callable[..., None], only: Collection[str] | None = None
+) -> Callable[..., None]:
     """Gives a command that takes `**settings` an option for each field of `Settings`.
 
     The command gets keyword arguments for `routeahead.Llama`.
+
+    Args:
+        only: the fields that get one; None for all.
     """
     own = [
         parameter
@@ -103,7 +109,8 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         settings = {name: value for name, value in values.items() if name not in names}
         command(**given, **as_settings(settings))
 
-    parameters = [*own, *_setting_parameters()]
+    added = [one for one in _setting_parameters() if only is None or one.name in only]
+    parameters = [*own, *added]
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper
@@ -119,13 +126,10 @@ def as_settings(values: dict[str, Any]) -> dict[str, Any]:
     paths = {
         name: Path(value)
         for name, kind in types_of(Settings).items()
-        if Path in get_args(kind) and isinstance(value := values[name], str)
+        if Path in get_args(kind) and isinstance(value := values.get(name), str)
     }
-    parsed = {
-        "cache_mb": cache_size(values["cache_mb"]),
-        "n_gpu_layers": gpu_layers(values["n_gpu_layers"]),
-        "policy": tuple(values["policy"]),
-    }
+    parsers = {"cache_mb": cache_size, "n_gpu_layers": gpu_layers, "policy": tuple}
+    parsed = {name: parse(values[name]) for name, parse in parsers.items() if name in values}
     return values | paths | parsed
 
 
@@ -233,7 +237,7 @@ def model_path(given: Path | None) -> Path:
     """
     text = "" if given is None else str(given)
     if text.startswith(PREFIX):
-        wanted = parse(text)
+        wanted = parse_reference(text)
         return locate(wanted) or pull(wanted, note)
     if given and ":" in text and is_reference(text) and not given.exists():
         raise SettingsError(f"{text}: no such file; if it is a model of the hub, write hf:{text}")

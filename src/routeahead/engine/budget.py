@@ -21,8 +21,10 @@ from routeahead.experts.cache import ExpertCache
 from routeahead.experts.layout import MIB
 from routeahead.machine.memory import available_bytes, pressure
 
-# Left free: llama.cpp's compute buffers, Python, the kernel; what others take between two looks.
-_HEADROOM = 256 * MIB
+HEADROOM = 256 * MIB
+"""Bytes left free: llama.cpp's compute buffers, Python, the kernel; what others take between two
+looks."""
+
 _FIXED_HEADROOM = 64 * MIB  # if the user chose the size
 _LOOK_S = 0.25
 _PRESSURE = 10.0  # percent; more means that somebody waits for memory
@@ -64,7 +66,7 @@ class CacheBudget:
             SettingsError: not even one token's experts have room.
         """
         self._cache, self._beside = cache, beside
-        self._headroom = _HEADROOM if size is None else _FIXED_HEADROOM
+        self._headroom = HEADROOM if size is None else _FIXED_HEADROOM
         self._wanted = whole if size is None else size
         self._floor = min(floor, self._wanted)
         self._watcher: threading.Thread | None = None

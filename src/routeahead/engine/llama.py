@@ -71,6 +71,7 @@ class Llama(TakingTurns):
         layout: where the model's tensors lie.
         streamed: the streaming parts; None if the model is resident.
         offload: which layers are on a device.
+        buffers: what llama.cpp allocated beside the weights, such as "KV" and "compute" → bytes.
         counters: what has been counted since the load, of all batches that came through this class.
         phase: what the next batch is; None lets its size tell, which is right unless a prompt's
             last row comes alone. `generate` declares it, and direct callers of `eval` may.
@@ -110,6 +111,7 @@ class Llama(TakingTurns):
         self.settings, llama = split(arguments)
         self.layout = read_layout(model_path)
         self.counters = Counters()
+        self.buffers: dict[str, int] = {}
         self._read_until: tuple[float, int, int] | None = None  # lanes' totals after a batch
         self._starved = Starved()
         self.phase: Phase | None = None
@@ -235,7 +237,7 @@ class Llama(TakingTurns):
             llama["kv_overrides"] = {**overrides, key: self.settings.n_expert_used}
         path = FileName(self.layout.shards[0].path)
         try:
-            with native_log.errors() as reasons:
+            with native_log.errors(self.buffers) as reasons:
                 native_abort.guarded(lambda: super(Llama, self).__init__(path, **llama))
         except BaseException as error:
             if self.streamed:

@@ -6,7 +6,9 @@ and `gguf_check` refuse what would end the process there.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from routeahead.errors import ModelError
@@ -46,6 +48,18 @@ def read_layout(path: str | os.PathLike[str]) -> ModelLayout:
     layout = ModelLayout(shards, tensors, metadata)
     check_model(first, layout)
     return layout
+
+
+def header_bytes(path: Path) -> int:
+    """Bytes before the weights, of a file that may end behind them.
+
+    Raises:
+        ModelError: it ends before, or is no GGUF.
+    """
+    read_metadata(path)
+    base = ggml.library()
+    with _parsed(path) as context:
+        return int(base.gguf_get_data_offset(context))
 
 
 def _check_readable(path: Path) -> None:
@@ -88,6 +102,16 @@ def _read_metadata(path: Path) -> dict[str, Value]:
 
 def _read_tensors(path: Path, shard: int) -> list[TensorInfo]:
     base = ggml.library()
+    with _parsed(path) as context:
+        start = base.gguf_get_data_offset(context)
+        count = base.gguf_get_n_tensors(context)
+        return [_tensor(context, index, shard, start) for index in range(count)]
+
+
+@contextlib.contextmanager
+def _parsed(path: Path) -> Iterator[int]:
+    """What ggml's parser makes of a file."""
+    base = ggml.library()
     with native_log.errors() as reasons:
         context = base.gguf_init_from_file(os.fsencode(path), ggml.GgufInitParams(True, None))
     if not context:
@@ -96,9 +120,7 @@ def _read_tensors(path: Path, shard: int) -> list[TensorInfo]:
             f"{path}: truncated or malformed list of tensors{reason}; download it again"
         )
     try:
-        start = base.gguf_get_data_offset(context)
-        count = base.gguf_get_n_tensors(context)
-        return [_tensor(context, index, shard, start) for index in range(count)]
+        yield context
     finally:
         base.gguf_free(context)
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -16,13 +17,18 @@ import llama_cpp
 from llama_cpp._logger import llama_log_callback, logger
 
 _ERROR = 4  # ggml.h; the numbers in llama_cpp._logger are of an older version
+# "llama_kv_cache:        CPU KV buffer size =     1.50 MiB"
+_BUFFER = re.compile(rb"(\w+) buffer size = +([\d.]+) MiB")
 _internals: Any = llama_cpp._internals
 _one = threading.Lock()  # what follows is the process's: its log and its stdout
 
 
 @contextlib.contextmanager
-def errors() -> Iterator[list[str]]:
+def errors(sizes: dict[str, int] | None = None) -> Iterator[list[str]]:
     """Collects the error lines that are logged meanwhile, instead of printing them.
+
+    With `sizes`, the buffers that llama.cpp allocates meanwhile go there: what for, such as "KV" or
+    "compute" → bytes.
 
     One thread of the process at a time. Meanwhile llama-cpp-python does not point stdout and stderr
     at /dev/null: two loads at once, or one that never returns, would leave them there.
@@ -33,7 +39,10 @@ def errors() -> Iterator[list[str]]:
     def collect(level: int, text: bytes, user_data: int) -> None:
         if level == _ERROR:
             lines.append(text.decode(errors="replace").strip())
-        elif logger.level == logging.DEBUG:  # the caller wants llama.cpp to be verbose
+        if sizes is not None and (found := _BUFFER.search(text)):
+            name = found[1].decode()
+            sizes[name] = sizes.get(name, 0) + int(float(found[2]) * (1 << 20))
+        if level != _ERROR and logger.level == logging.DEBUG:  # llama.cpp is to be verbose
             llama_log_callback(level, text, user_data)
 
     with _one:

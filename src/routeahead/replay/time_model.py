@@ -18,6 +18,8 @@ from routeahead.telemetry.route_trace import RouteTrace, TraceError
 PROJECTIONS = 3
 """Gate, up and down: each is a slice of its own, in a read of its own."""
 
+_TOKENS = 32  # over which `simulate_rate` spreads misses that are no whole number
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -96,18 +98,50 @@ def simulate(trace: RouteTrace, misses_by_batch: Sequence[int], machine: Machine
         SettingsError: a value of `machine` is out of range.
         TraceError: the trace decodes no token.
     """
-    clock = _Clock(machine.validate())
     tokens = trace.decoded_tokens()
     if not tokens:
         raise TraceError("the trace has no decoded token: nothing to time")
-    for token in tokens:
-        clock.decode(
+    return _mean(
+        [
             [
                 _Layer(misses_by_batch[i], trace.expert_bytes[trace.batches[i].layer] / PROJECTIONS)
                 for i in token
             ]
-        )
-    count = len(tokens)
+            for token in tokens
+        ],
+        machine,
+    )
+
+
+def simulate_rate(
+    expert_bytes: Sequence[int], top_ks: Sequence[int], hit_rate: float, machine: Machine
+) -> TimeModel:
+    """The time of a token of which a share of the experts is in memory, spread evenly.
+
+    Args:
+        expert_bytes: of an expert of each layer.
+        top_ks: experts that a token routes to in each layer.
+        hit_rate: 0 to 1.
+
+    Raises:
+        SettingsError: a value of `machine` is out of range.
+    """
+    tokens, owed = list[list[_Layer]](), 0.0
+    for _ in range(_TOKENS):
+        layers = []
+        for size, top_k in zip(expert_bytes, top_ks, strict=True):
+            owed += (1 - hit_rate) * top_k
+            misses = min(top_k, int(owed + 1e-9))
+            owed -= misses
+            layers.append(_Layer(misses, size / PROJECTIONS))
+        tokens.append(layers)
+    return _mean(tokens, machine)
+
+
+def _mean(tokens: Sequence[Sequence[_Layer]], machine: Machine) -> TimeModel:
+    clock, count = _Clock(machine.validate()), len(tokens)
+    for token in tokens:
+        clock.decode(token)
     return TimeModel(clock.now / count, clock.stall_s / count, clock.lanes.busy_s / count)
 
 

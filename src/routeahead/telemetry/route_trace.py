@@ -66,6 +66,15 @@ class RouteTrace:
         default_factory=lambda: np.empty((0, len(COLUMNS)), np.int64), compare=False, repr=False
     )
 
+    @classmethod
+    def of(cls, slots: Slots, expert_bytes: dict[int, int]) -> RouteTrace:
+        """A run that routed `slots`, as they would be recorded.
+
+        Raises:
+            TraceError: no run routes so.
+        """
+        return cls(expert_bytes, _batches(slots, expert_bytes), slots)
+
     def selections(self) -> dict[tuple[int, int], Ids]:
         """(step, layer) → int32 (top-k,), the experts of that token in slot order."""
         step, layer = self.slots[:, 1], self.slots[:, 2]

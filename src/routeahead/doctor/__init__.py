@@ -1,0 +1,1 @@
+"""How a model will run on this machine, before it runs: short probes and a model of the rest."""

@@ -1,0 +1,128 @@
+"""`routeahead doctor` and `bench --against-doctor`. What a forecast counts is tested, not times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import Command
+from support.hub import Hub
+from support.library import Library
+
+from routeahead.doctor import disk_probe, examination
+from routeahead.experts.layout import MIB
+from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.models import DEFAULT_MODEL
+
+REPO = "some/model-GGUF"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorter probes: no test looks at what they find."""
+    monkeypatch.setattr(disk_probe, "_ALONE_S", 0.1)
+    monkeypatch.setattr(disk_probe, "_TOGETHER_S", 0.3)
+    monkeypatch.setattr(disk_probe, "_SCRATCH", 16 << 20)
+
+
+def examined(command: Command, *arguments: object) -> Any:
+    done = command("doctor", *arguments, "--json", "-t", 1)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_what_it_says_of_a_model_here(command: Command) -> None:
+    found = examined(command, DEFAULT_MODEL, "--cache-mb", 4)
+    layout = read_layout(DEFAULT_MODEL)
+    memory, told = found["memory"], found["forecast"]
+    assert found["runs"] and found["arch"] == layout.arch
+    assert memory["dense"] == layout.dense_bytes and memory["cache"] == 4 * MIB
+    assert memory["kv"] == 3 * MIB  # 12 layers, 1024 tokens
+    assert memory["share_of_experts"] == 4 * MIB / layout.expert_bytes
+    assert 0.5 < found["traffic"]["hit_rate"] < 0.95 and "built-in" in found["traffic"]["text"]
+    for name in ("decode", "prompt", "cold_start_s"):
+        assert 0 < told[name]["low"] <= told[name]["value"] <= told[name]["high"]
+    assert told["token_s"] >= found["engine"]["hot_s"]
+    assert found["engine"]["cold_s"] > 0
+
+
+def test_what_it_prints(command: Command) -> None:
+    done = command("doctor", "-t", 1)
+    assert done.returncode == 0, done.stderr
+    labels = [line[:18].strip() for line in done.stdout.splitlines()]
+    for label in ("runs here", "KV cache", "expert cache", "disk", "decode", "first token"):
+        assert label in labels
+    assert "yes: everything has room" in done.stdout
+
+
+def test_of_a_model_on_the_hub_it_fetches_headers(
+    command: Command, hub: Hub, large: Path, tmp_path: Path
+) -> None:
+    content = large.read_bytes()
+    half = len(content) // 2
+    hub.files[f"{REPO}/m-F16.gguf"] = content
+    found = examined(command, f"{REPO}:F16", "--cache-mb", 20)
+    assert found["runs"] and found["memory"]["dense"] == read_layout(large).dense_bytes
+    assert found["engine"]["cold_s"] is None  # its bytes are not here
+    assert hub.sent < half
+    assert list((tmp_path / "models").iterdir()) == []  # nothing stays
+    missing = command("doctor", f"{REPO}:Q8_0")
+    assert missing.returncode == 1 and "no such quantisation" in missing.stderr
+
+
+def test_what_is_no_gguf_on_the_hub(command: Command, hub: Hub) -> None:
+    hub.files[f"{REPO}/m-Q8_0.gguf"] = b"GGUF" + bytes(1000)
+    done = command("doctor", f"{REPO}:Q8_0")
+    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
+    assert "m-Q8_0.gguf" in done.stderr
+
+
+def test_a_model_that_has_no_room(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "available_bytes", lambda: 100 * MIB)
+    done = command("doctor")
+    assert done.returncode == 1
+    assert "no: not even the dense weights" in done.stdout and "decode" not in done.stdout
+
+
+def test_what_it_refuses(command: Command, library: Library, tmp_path: Path) -> None:
+    for arguments, told in {
+        ("missing.gguf",): "No such file",
+        (tmp_path,): "is a folder",
+        ("--replay-routing", tmp_path / "none.csv"): "No such file",
+        ("some/where/else.gguf",): "No such file",
+    }.items():
+        done = command("doctor", *arguments)
+        assert done.returncode == 1 and told in done.stderr, done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_bench_against_it_has_the_same_hits(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forecast replays the routing that the run follows, so its hits are the run's."""
+    trace, record = tmp_path / "trace.csv", tmp_path / "bench.json"
+    fed = ("--forced-tokens", "seed:3", "-n", 30, "-t", 1)
+    assert command("run", DEFAULT_MODEL, *fed, "--route-trace", trace).returncode == 0
+    done = command(
+        "bench", DEFAULT_MODEL, "--cell", f"small:--cache-mb 2 --replay-routing {trace}",
+        "--cell", f"larger:--cache-mb 5 --replay-routing {trace}", "--against-doctor",
+        "--tokens", 12, "--warmup", 8, "--passes", 1, "-t", 1, "--json", record,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    content = json.loads(record.read_text())
+    for summary in content["summary"]:
+        told = content["doctor"][summary["name"]]["traffic"]["hit_rate"]
+        assert 0 < told < 1 and told == pytest.approx(summary["figures"]["hit_rate"]["median"])
+    assert "against the doctor" in done.stdout and "it lay" in done.stdout
+
+
+def test_a_cell_that_it_has_no_model_of(command: Command) -> None:
+    for cell, told in {
+        "a:--prefetch 1": "no model of prefetch",
+        "a:other.py": "knows `routeahead run` alone",
+        "a:-c 100": "-c",
+    }.items():
+        done = command("bench", "--cell", cell, "--against-doctor", "--passes", 1)
+        assert done.returncode == 1 and told in done.stderr, done.stderr
