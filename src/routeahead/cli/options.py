@@ -128,7 +128,9 @@ def as_settings(values: dict[str, Any]) -> dict[str, Any]:
         for name, kind in types_of(Settings).items()
         if Path in get_args(kind) and isinstance(value := values.get(name), str)
     }
-    parsers = {"cache_mb": cache_size, "n_gpu_layers": gpu_layers, "policy": tuple}
+    parsers: dict[str, Callable[[Any], Any]] = {
+        "cache_mb": cache_size, "n_gpu_layers": gpu_layers, "policy": tuple,
+    }  # fmt: skip
     parsed = {name: parse(values[name]) for name, parse in parsers.items() if name in values}
     return values | paths | parsed
 
