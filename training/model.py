@@ -49,6 +49,8 @@ SHAPES = {
         expert_width=96,
         shared_width=96,
     ),
+    # Depth is what route-ahead needs; narrow, so that a token costs little to train.
+    "deep": Shape(layers=24, width=64, heads=2, head=32, expert_width=32),
 }
 
 
