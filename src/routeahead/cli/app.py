@@ -24,6 +24,7 @@ _VERBS = {
     "doctor": ("doctor", "doctor"),
     "bench": ("bench", "bench"),
     "eval": ("eval", "evaluate"),
+    "calibrate": ("calibrate", "calibrate"),
     "replay": ("replay", "replay"),
     "io-report": ("io_report", "io_report"),
     "report": ("report_page", "report"),
