@@ -274,5 +274,3 @@ def _pairs(request: Request, layers: Sequence[int]) -> list[Pair]:
             f"for has one {min(request.depths)} layers before it"
         )
     return pairs
-
-

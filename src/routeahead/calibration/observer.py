@@ -17,13 +17,13 @@ class Observer(Policy):
 
     Attributes:
         ranker: the routers, from the second batch on.
-        seen: who is shown what; nobody in the first batch.
+        seen: who is shown what; None in the first batch, which only shows the routers.
     """
 
     ranker: Ranker
 
     def __init__(self) -> None:
-        self.seen: Seen = lambda layer, hidden, ids: None
+        self.seen: Seen | None = None
 
     def bind(self, model: Model) -> None:
         self.ranker = model.ranker("f32")
@@ -35,6 +35,8 @@ class Observer(Policy):
         self.ranker.prepare()
 
     def routed(self, routing: Routing) -> None:
+        if self.seen is None:
+            return
         if routing.hidden is None:
             raise ModelError(
                 f"layer {routing.layer}: what its router is given cannot be read, so this "

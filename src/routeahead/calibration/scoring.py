@@ -9,6 +9,7 @@ import numpy as np
 from routeahead.calibration.moments import Pair
 from routeahead.prediction.gates import Gate
 from routeahead.routing.policy import Ranker
+from routeahead.routing.selection import SelectionRule
 from routeahead.types import Floats, Ids
 
 
@@ -33,20 +34,13 @@ class Scoring:
 
     def seen(self, layer: int, hidden: Floats, ids: Ids) -> None:
         """As `Observer.seen`."""
-        chosen = [set(row) for row in ids.tolist()]
         for pair in self._into.get(layer, ()):
             self._slots[pair] += ids.size
+            rule = self._ranker.rule(layer)
             for index, logits in enumerate(self._logits.pop(pair)):
-                self._right[pair][index] += self._agreed(layer, logits, chosen)
+                self._right[pair][index] += agreed(rule, logits, ids)
         for pair in self._from.get(layer, ()):
             self._logits[pair] = [hidden @ matrix.T for matrix in self._matrices[pair]]
-
-    def _agreed(self, layer: int, logits: Floats, chosen: Sequence[set[int]]) -> int:
-        select = self._ranker.rule(layer).select
-        return sum(
-            len(right.intersection(select(row).tolist()))
-            for right, row in zip(chosen, logits, strict=True)
-        )
 
     def best(self) -> Iterator[Gate]:
         """For each pair the candidate with most slots right; of equals, the one that is nearest to
@@ -63,3 +57,15 @@ class Scoring:
                 agreement=float(shares[index]),
                 penalty=self._penalties[index - 1] if index else None,
             )
+
+
+def agreed(rule: SelectionRule, logits: Floats, ids: Ids) -> int:
+    """How many of `ids` (rows, top_k) the rule selects from `logits` (rows, n_expert)."""
+    if rule.groups or rule.selection_bias is not None:
+        selected = np.stack([rule.select(row) for row in logits])
+    else:  # an activation leaves the order as it is
+        scores = logits if rule.router_bias is None else logits + rule.router_bias
+        selected = np.argpartition(-scores, rule.top_k - 1, axis=1)[:, : rule.top_k]
+    chosen = np.zeros(logits.shape, bool)
+    np.put_along_axis(chosen, ids.astype(np.int64), True, axis=1)
+    return int(np.take_along_axis(chosen, selected.astype(np.int64), axis=1).sum())

@@ -17,6 +17,7 @@ import llama_cpp
 from routeahead.config import Settings
 from routeahead.engine.budget import CacheBudget
 from routeahead.engine.checksums import Checksums, Verified, read_checksums, verify_dense
+from routeahead.engine.fingerprint import fingerprint
 from routeahead.engine.offload import Offload
 from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.stream import Stream
@@ -30,6 +31,7 @@ from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp.eval_callback import EvalCallback
 from routeahead.llamacpp.placement import Placement
 from routeahead.llamacpp.router_product import check_width
+from routeahead.prediction.gates import Gate, check_depth, read_gates
 from routeahead.prediction.ranker import RouterRanker
 from routeahead.routing.policy import Model, Policy, Precision
 from routeahead.telemetry.output_files import check_apart
@@ -82,12 +84,18 @@ class StreamedModel:
         inputs = [("a file of the model", shard.path) for shard in layout.shards]
         if settings.replay_routing:
             inputs.append(("the recorded routing", settings.replay_routing))
+        if settings.route_ahead_gates:
+            inputs.append(("the calibrated routers", settings.route_ahead_gates))
         check_apart(inputs, outputs.paths)
         self.layout, self._settings, self._outputs = layout, settings, outputs
         self._given = policies
         self._top_k = settings.n_expert_used or layout.n_expert_used
         if self._top_k > layout.n_expert:
             raise SettingsError(f"n_expert_used is {self._top_k}: the model has {layout.n_expert}")
+        self._gates: dict[int, Gate] = {}
+        if settings.route_ahead_gates:
+            gates = read_gates(settings.route_ahead_gates, fingerprint(layout.loaded()))
+            self._gates = check_depth(gates, settings.route_ahead, settings.route_ahead_gates)
         self._poison = hooks.poison
         self.arena = Arena(layout.shards, poison=hooks.poison)
         places = {t.name: self.arena.address(t.shard, t.offset) for t in layout.tensors}
@@ -207,7 +215,7 @@ class StreamedModel:
         check_width(self._settings.router_precision, width)
 
         def ranker(precision: Precision) -> RouterRanker:
-            return RouterRanker(self.callback.router_input(layers), precision)
+            return RouterRanker(self.callback.router_input(layers), precision, self._gates)
 
         top_ks = {} if self._settings.n_expert_used else {n: layout.top_k(n) for n in layers}
         model = Model(

@@ -142,21 +142,26 @@ class RouterProduct:
 
     def _convert(self, weights: ggml.Tensor, name: str) -> tuple[int, npt.NDArray[np.uint8]]:
         base, kind = self._base, ggml.type_code(name)
-        values = self._float32(weights)
+        values = as_float32(weights)
         stored = np.zeros(base.ggml_row_size(kind, self.width) * self.n_expert, np.uint8)
         base.ggml_quantize_chunk(
             kind, values.ctypes.data, stored.ctypes.data, 0, self.n_expert, self.width, None
         )
         return kind, stored
 
-    def _float32(self, weights: ggml.Tensor) -> npt.NDArray[np.float32]:
-        """The matrix (n_expert, width), whatever its type in the file."""
-        graph = _Graph(self._base)
-        source = graph.tensor(weights.type, self.width, self.n_expert, self._data(weights))
-        values = graph.result(graph.node(self._base.ggml_cast, source, _F32))
-        graph.plan()
-        graph.compute()
-        return values
+
+def as_float32(weights: ggml.Tensor) -> Floats:
+    """A matrix (n_expert, width), whatever its type in the file, as a copy."""
+    base = ggml.compute_library()
+    graph = _Graph(base)
+    width, n_expert = int(weights.ne[0]), int(weights.ne[1])
+    copy = None if on_host(weights) else fetch(weights)
+    data = int(weights.data) if copy is None else int(copy.ctypes.data)
+    source = graph.tensor(weights.type, width, n_expert, data)
+    values: Floats = graph.result(graph.node(base.ggml_cast, source, _F32))
+    graph.plan()
+    graph.compute()
+    return values
 
 
 class _Graph:

@@ -10,6 +10,7 @@ BigMoeOnEdge.)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from routeahead.errors import SettingsError
@@ -59,6 +60,14 @@ class RouteAheadSettings(PredictionSettings):
         "A committed expert's weight: its own router's ('true'), or what was predicted with it "
         "('predicted', which spares route_ahead_compute='graph' the products).",
         ROUTE_AHEAD,
+        needs=("route_ahead",),
+    )
+
+    route_ahead_gates: Path | None = setting(
+        None,
+        "Predict by the matrices that `routeahead calibrate` fitted to this model.",
+        ROUTE_AHEAD,
+        metavar="FILE",
         needs=("route_ahead",),
     )
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 
 from routeahead.llamacpp import ggml
 from routeahead.llamacpp.lending import Loan, make_loan
+from routeahead.llamacpp.router_graph import Router
 from routeahead.llamacpp.router_input import RouterInput
-from routeahead.llamacpp.router_product import RouterProduct
+from routeahead.llamacpp.router_matrix import RouterMatrix
+from routeahead.llamacpp.router_product import RouterProduct, as_float32
+from routeahead.prediction.gates import Gate
 from routeahead.routing.policy import Precision, Ranking
 from routeahead.routing.selection import SelectionRule
 from routeahead.types import Floats, Ids
@@ -17,16 +22,21 @@ from routeahead.types import Floats, Ids
 class RouterRanker:
     """The routers that the graph has shown so far, outside of it: a `routing.policy.Ranker`.
 
-    A layer's *own* router is always the model's; what predicts for it may be stored at another
-    precision.
+    A layer's *own* router is always the model's; what predicts for it may be a calibrated one, and
+    stored at another precision.
 
     Attributes:
         input: where routers and hidden vectors are read.
         convert_s: seconds that storing the matrices has taken.
     """
 
-    def __init__(self, source: RouterInput, precision: Precision) -> None:
+    def __init__(
+        self, source: RouterInput, precision: Precision, gates: Mapping[int, Gate] | None = None
+    ) -> None:
+        """`gates`: by layer, what predicts it in the place of its own router."""
         self.input, self._precision = source, precision
+        self._gates = gates or {}
+        self._fitted: dict[int, RouterMatrix] = {}
         self.convert_s = 0.0
         self._own: dict[int, RouterProduct] = {}
         self._predicting: dict[int, RouterProduct] = {}
@@ -47,13 +57,8 @@ class RouterRanker:
             if router is None:
                 unknown += 1
             elif layer not in self._own and router.rule:
-                matrix = ggml.tensor_at(router.matrix)
-                own = self._own[layer] = RouterProduct(matrix, "f32", router.rule)
-                self._predicting[layer] = (
-                    own
-                    if self._precision == "f32"
-                    else RouterProduct(matrix, self._precision, router.rule)
-                )
+                self._own[layer] = RouterProduct(ggml.tensor_at(router.matrix), "f32", router.rule)
+                self._predicting[layer] = self._predictor(layer, router)
         self.convert_s += time.perf_counter() - start
         if unknown:
             warnings.warn(
@@ -61,6 +66,26 @@ class RouterRanker:
                 "predicted for them",
                 stacklevel=2,
             )
+
+    def _predictor(self, layer: int, router: Router) -> RouterProduct:
+        gate = self._gates.get(layer)
+        if gate is not None and gate.matrix is not None:
+            self._fitted[layer] = RouterMatrix(gate.matrix, router.matrix)
+        elif self._precision == "f32":
+            return self._own[layer]
+        matrix = ggml.tensor_at(self._matrix(layer, router))
+        return RouterProduct(matrix, self._precision, router.rule)
+
+    def _matrix(self, layer: int, router: Router) -> int:
+        """Address of the matrix that predicts for the layer."""
+        fitted = self._fitted.get(layer)
+        return fitted.address if fitted else router.matrix
+
+    def matrix(self, layer: int) -> Floats:
+        """The layer's own matrix (n_expert, width), as a copy."""
+        router = self.input.routers[layer]
+        assert router
+        return as_float32(ggml.tensor_at(router.matrix))
 
     def seen(self, layer: int) -> bool:
         return layer in self.input.routers
@@ -87,11 +112,18 @@ class RouterRanker:
         product = self._predicting[layer]
         return Ranking(product.rank(hidden), product.probabilities)
 
+    def _loan(self, layer: int, target: int) -> Loan | None:
+        lender, borrower = self.input.routers.get(layer), self.input.routers.get(target)
+        fitted = self._fitted.get(target)
+        if not (lender and borrower) or (fitted and not fitted.in_graph):
+            return None
+        matrix = self._matrix(target, borrower)
+        return make_loan(lender, target, replace(borrower, matrix=matrix))
+
     def lend(self, layer: int, target: int, *, hidden: bool) -> bool:
         key = layer, target
         if key not in self._loans:
-            lender, borrower = (self.input.routers.get(one) for one in key)
-            self._loans[key] = make_loan(lender, target, borrower) if lender and borrower else None
+            self._loans[key] = self._loan(layer, target)
         loan = self._loans[key]
         if loan is None:
             return False

@@ -96,6 +96,10 @@ class Ranker(Protocol):
         """Ids (top_k,), best first."""
         ...
 
+    def matrix(self, layer: int) -> Floats:
+        """The layer's own router matrix (n_expert, width), as a copy."""
+        ...
+
     def predict(self, layer: int, hidden: Floats) -> Ranking:
         """The ranking that predicts what `layer` will choose, from an earlier layer's hidden
         row."""
