@@ -62,10 +62,10 @@ class Scoring:
 def agreed(rule: SelectionRule, logits: Floats, ids: Ids) -> int:
     """How many of `ids` (rows, top_k) the rule selects from `logits` (rows, n_expert)."""
     if rule.groups or rule.selection_bias is not None:
-        selected = np.stack([rule.select(row) for row in logits])
+        selected = np.stack([rule.select(row).astype(np.int64) for row in logits])
     else:  # an activation leaves the order as it is
         scores = logits if rule.router_bias is None else logits + rule.router_bias
         selected = np.argpartition(-scores, rule.top_k - 1, axis=1)[:, : rule.top_k]
     chosen = np.zeros(logits.shape, bool)
     np.put_along_axis(chosen, ids.astype(np.int64), True, axis=1)
-    return int(np.take_along_axis(chosen, selected.astype(np.int64), axis=1).sum())
+    return int(np.take_along_axis(chosen, selected, axis=1).sum())

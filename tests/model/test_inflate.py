@@ -1,0 +1,67 @@
+"""benchmarks/inflate_model.py: a larger model with the same text and the same routing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from support.library import csv_rows
+
+from routeahead import Llama
+from routeahead.evaluation.grading import greedy
+from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.models import DEFAULT_MODEL
+from routeahead.telemetry.recorder import Outputs
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "inflate_model.py"
+
+
+def inflate(small: Path, large: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), str(small), str(large), *more]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def generated(path: Path, trace: Path, prompt: str) -> tuple[str, list[tuple[str, ...]]]:
+    """Greedy text, and each slot's expert by step and layer."""
+    llm = Llama(path, n_ctx=256, n_threads=1, cache_mb=64, outputs=Outputs(route_trace=trace))
+    tokens = []
+    for token in greedy(llm, llm.tokenize(prompt.encode()), through_decode=True):
+        tokens.append(token)
+        if len(tokens) == 24:
+            break
+    text = llm.detokenize(tokens).decode()
+    llm.close()
+    names = ("step", "layer", "slot", "expert")
+    return text, [tuple(row[name] for name in names) for row in csv_rows(trace)]
+
+
+def test_same_text_and_routing(tmp_path: Path) -> None:
+    model, large = DEFAULT_MODEL, tmp_path / "large.gguf"
+    done = inflate(model, large, "--width", "320", "--expert-width", "128")
+    assert done.returncode == 0, done.stderr
+    before, after = read_layout(model), read_layout(large)
+    assert after.value("embedding_length") == 320
+    assert after.value("expert_feed_forward_length") == 128
+    assert after.expert_bytes > 2 * before.expert_bytes
+    prompt = "Question: What is 17 + 45?\nAnswer:"
+    text, routed = generated(model, tmp_path / "small.csv", prompt)
+    same_text, same_routed = generated(large, tmp_path / "large.csv", prompt)
+    assert text == same_text and text.strip()
+    equal = sum(a == b for a, b in zip(routed, same_routed, strict=True))
+    assert (
+        equal / len(routed) > 0.995
+    )  # sums of more addends round differently: a near-tie may fall
+
+
+def test_refuses_what_it_cannot_write(tmp_path: Path) -> None:
+    second = ROOT / "benchmarks" / "data" / "second.gguf"
+    for model, flags, why in (
+        (DEFAULT_MODEL, ("--width", "100"), "multiple of 32"),
+        (DEFAULT_MODEL, ("--width", "128"), "at least the model's 192"),
+        (second, (), "knows qwen3moe only"),
+    ):
+        done = inflate(model, tmp_path / "large.gguf", *flags)
+        assert done.returncode == 1 and why in done.stderr
+    assert list(tmp_path.iterdir()) == []
