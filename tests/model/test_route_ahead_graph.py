@@ -17,7 +17,7 @@ from support.reference import Logits
 import routeahead.engine.streamed_model as engine
 from routeahead import Llama, SettingsError, StreamError
 from routeahead.llamacpp import ggml
-from routeahead.llamacpp.node_filter import LENT_AT, LENT_FROM
+from routeahead.llamacpp.node_filter import LENT_AT, LENT_FROM, OPERANDS
 from routeahead.policies.route_ahead import RouteAhead
 from routeahead.telemetry.recorder import Outputs
 
@@ -227,7 +227,7 @@ def test_a_fault_at_each_stop(
     monkeypatch.setattr(stream, stop, RaisingStop(getattr(stream, stop), error, call))
     with pytest.raises(error):
         llm.eval(TOKENS[1])
-    assert not llm.streamed.callback._state[LENT_FROM:].any()
+    assert not llm.streamed.callback._state[LENT_FROM : LENT_AT + OPERANDS].any()
     monkeypatch.undo()
     llm.eval(TOKENS[1])
     row = np.ctypeslib.as_array(llm._ctx.get_logits_ith(-1), shape=(llm.n_vocab(),))
