@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import resource
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from routeahead.bench.cells import Cell, CellList, check_cells, expand_shares, run_order
 from routeahead.bench.machine_state import busy_cpu_s, describe, drop_page_cache, entry_state
 from routeahead.bench.memory_limit import MemoryLimit
+from routeahead.cluster import Cluster
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import ModelLayout
 
@@ -114,11 +117,31 @@ class Bench:
         return self.plan.passes * len(self.cells.cells)
 
     def __iter__(self) -> Iterator[Run]:
-        for index, order in enumerate(self._order):
-            for position, number in enumerate(order):
-                run = self._run(self.cells.cells[number], index, position)
+        for index in range(self.plan.passes):
+            for run in self._pass(index):
                 self.runs.append(run)
                 yield run
+
+    def spread(self, cluster: Cluster) -> Iterator[Run]:
+        """The same runs on the nodes of a cluster, each pass on one node: pairs of runs are
+        compared within a pass, so that no ratio is between two machines.
+
+        Raises:
+            RouteAheadError: a node lacks something.
+        """
+        jobs = [
+            (self.layout, self.cells, self.plan, self.baseline, index, sys.executable)
+            for index in range(self.plan.passes)
+        ]
+        for _, [runs] in cluster.map(one_pass, jobs):
+            for run in runs:
+                run.error = run.error or self._fault(run.report)
+                self.runs.append(run)
+                yield run
+
+    def _pass(self, index: int) -> Iterator[Run]:
+        for position, number in enumerate(self._order[index]):
+            yield self._run(self.cells.cells[number], index, position)
 
     def _run(self, cell: Cell, index: int, position: int) -> Run:
         machine = entry_state(self.layout.shards)
@@ -171,6 +194,25 @@ class Bench:
             "cells": [asdict(cell) for cell in self.cells.cells],
             "runs": [asdict(run) for run in self.runs],
         }
+
+
+def one_pass(
+    layout: ModelLayout, cells: CellList, plan: Plan, baseline: str, index: int, python: str
+) -> list[Run]:
+    """On a node: the runs of one pass, in its order. `python` is what the cells were made with."""
+    here = [
+        replace(cell, program=(sys.executable, *cell.program[1:]))
+        if cell.program[0] == python
+        else cell
+        for cell in cells.cells
+    ]
+    bench = Bench(layout, CellList(cells.question, here), plan, baseline)
+    found = []
+    for run in bench._pass(index):
+        run.machine["node"] = platform.node()
+        bench.runs.append(run)
+        found.append(run)
+    return found
 
 
 def environment(cell: Cell) -> dict[str, str]:

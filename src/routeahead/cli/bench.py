@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from routeahead.bench.statistics import LEAST_PAIRS, Ratio, Spread
 from routeahead.bench.summary import COMPARED, SPEED, CellSummary, figures, summarise
 from routeahead.cli import against_doctor, options
 from routeahead.cli.terminal import Column, print_table, visible
+from routeahead.cluster import Cluster
 from routeahead.doctor.examination import Examination
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import MIB, shard_paths
@@ -90,6 +92,7 @@ def bench(
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write everything, raw, to this file.")
     ] = None,
+    ray: options.Ray = None,
 ) -> None:
     """Compare ways to run a model: every cell in every pass, in changing order, on the same tokens.
 
@@ -116,8 +119,12 @@ def bench(
     )
     benchmark = Bench(read_layout(path), _cells(cell, cells), plan, baseline)
     options.announce(model)
+    if against and ray:
+        raise SettingsError("--against-doctor forecasts this machine, and --ray uses others")
     told = against_doctor.forecasts(benchmark) if against else {}
-    interrupted = _run(benchmark, as_json, {"doctor": _as_json(told)} if told else {})
+    more = {"doctor": _as_json(told)} if told else {}
+    with Cluster(ray) if ray else nullcontext() as cluster:
+        interrupted = _run(benchmark, as_json, more, cluster)
     _show(benchmark, _summaries(benchmark))
     if told:
         against_doctor.show(told, _summaries(benchmark))
@@ -137,13 +144,15 @@ def _as_json(told: dict[str, Examination]) -> dict[str, Any]:
     return {cell: found.as_dict() for cell, found in told.items()}
 
 
-def _run(benchmark: Bench, as_json: Path | None, more: dict[str, Any]) -> bool:
+def _run(
+    benchmark: Bench, as_json: Path | None, more: dict[str, Any], cluster: Cluster | None
+) -> bool:
     """Runs everything, with a line on stderr for each run; True if interrupted.
 
     `more` is written beside the runs.
     """
     try:
-        for run in benchmark:
+        for run in benchmark.spread(cluster) if cluster else benchmark:
             _write(benchmark, as_json, more)  # each time: hours of runs survive whatever happens
             place = f"[{len(benchmark.runs)}/{len(benchmark)}] pass {run.pass_index + 1}"
             outcome = _outcome(run, benchmark.plan.warmup)

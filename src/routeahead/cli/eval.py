@@ -16,6 +16,7 @@ from routeahead.bench.cells import expand_shares, read_list
 from routeahead.cli import options
 from routeahead.cli.flags import llama_kwargs
 from routeahead.cli.terminal import Column, console, print_table, visible
+from routeahead.cluster import Cluster
 from routeahead.errors import SettingsError
 from routeahead.evaluation.evaluate import DEFAULT_TOKENS, Evaluation, Request, Setting
 from routeahead.evaluation.plot import check_plot, plot
@@ -95,6 +96,7 @@ def evaluate(
         Path | None,
         typer.Option("--plot", help="Draw bytes a token against perplexity: .png or .svg."),
     ] = None,
+    ray: options.Ray = None,
 ) -> None:
     """Grade settings against a resident baseline: perplexity, divergence, answers, generations.
 
@@ -132,7 +134,9 @@ def evaluate(
         check_writable(one)
     options.announce(model)
     with _folder(work) as folder:
-        summaries = _run(Evaluation(request, graded, folder), folder, kept=work is not None)
+        evaluation = Evaluation(request, graded, folder)
+        with Cluster(ray) if ray else contextlib.nullcontext() as cluster:
+            summaries = _run(evaluation, folder, kept=work is not None, cluster=cluster)
     if as_json:
         write_json(as_json, report(request, summaries))
     if plot_to:
@@ -238,10 +242,12 @@ def _shown(figures: dict[str, Any] | None, key: str, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _run(evaluation: Evaluation, folder: Path, kept: bool) -> list[Summary]:
+def _run(
+    evaluation: Evaluation, folder: Path, kept: bool, cluster: Cluster | None
+) -> list[Summary]:
     """Runs with a progress bar for each setting."""
     errors = console(stderr=True)
-    if evaluation.logit_bytes:
+    if evaluation.logit_bytes and not cluster:
         size = f"{evaluation.logit_bytes / MIB:,.1f} MiB"
         errors.print(f"the baseline's logits take {size} of disk in {folder} until the end")
     columns = (
@@ -258,7 +264,7 @@ def _run(evaluation: Evaluation, folder: Path, kept: bool) -> list[Summary]:
             bar.update(tasks[name], completed=done)
 
         try:
-            return evaluation.run(show)
+            return evaluation.spread(cluster, show) if cluster else evaluation.run(show)
         except KeyboardInterrupt:
             if kept:
                 errors.print("interrupted: the same command continues from here")

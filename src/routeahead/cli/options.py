@@ -58,6 +58,14 @@ Context = Annotated[
         show_default="4096, or the model's if smaller",
     ),
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Work on the nodes of this Ray cluster: HOST:PORT, auto, or local for this machine.",
+    ),
+]
 Csv = Annotated[
     Path | None, typer.Option(help="Write a row a decoded token.", rich_help_panel=TRACES)
 ]

@@ -23,11 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from routeahead.cluster import Cluster
 from routeahead.engine.llama import Llama
 from routeahead.errors import RouteAheadError, SettingsError
 from routeahead.evaluation import corpus, grading
-from routeahead.evaluation.corpus import Chunk, Opening, Piece, Question, Vocabulary
+from routeahead.evaluation.corpus import Chunk, Piece, Vocabulary
 from routeahead.evaluation.grading import Tick
+from routeahead.evaluation.spread import Job, cut, do, files_of
 from routeahead.evaluation.summary import Summary, summarise
 from routeahead.evaluation.work import BASELINE, WorkFolder
 from routeahead.experts.layout import MIB
@@ -92,6 +94,29 @@ class Request:
     baseline: dict[str, Any] = field(default_factory=lambda: {"resident": True})
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How a setting's model is loaded."""
+
+    model: Path
+    context: int
+    threads: int
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Llama:
+        """
+        Raises:
+            SettingsError: it is to be resident and does not fit.
+        """
+        file_bytes = read_layout(self.model).file_bytes
+        if self.kwargs.get("resident") and file_bytes > (free := available_bytes()):
+            raise SettingsError(
+                f"resident, the model takes {file_bytes // MIB} MiB and {free // MIB} are "
+                "free: stream it losslessly, as with --baseline '--cache-mb auto'"
+            )
+        return Llama(self.model, n_ctx=self.context, n_threads=self.threads, **self.kwargs)
+
+
 class Evaluation:
     """One evaluation: `run` does what its work folder does not have yet.
 
@@ -116,7 +141,6 @@ class Evaluation:
         layout = read_layout(request.model)
         trained = layout.value("context_length")
         self._context = request.context or min(DEFAULT_CONTEXT, int(trained or DEFAULT_CONTEXT))
-        self._file_bytes = layout.file_bytes
         with corpus.open_vocabulary(layout.shards[0].path) as vocabulary:
             self._vocabulary_size = vocabulary.size
             self.pieces = _pieces(request, self._context, vocabulary)
@@ -141,6 +165,63 @@ class Evaluation:
         for piece in self.pieces:
             self._work.drop_logits(piece.name)
         return self._summaries()
+
+    def spread(self, cluster: Cluster, progress: Progress = lambda *_: None) -> list[Summary]:
+        """`run` on the nodes of a cluster: the same figures, but for the times.
+
+        Raises:
+            RouteAheadError: as `run`, or a node lacks something.
+        """
+        files = files_of(self._request.model)
+
+        def job(setting: Setting, pieces: Sequence[Piece]) -> Job:
+            return Job(
+                setting.name,
+                self._loading(setting),
+                self._request.model,
+                files,
+                pieces,
+                self._request.prompt_through_decode,
+                setting.name == BASELINE,
+            )
+
+        baseline = Setting(BASELINE, self._request.baseline)
+        # Logits that an earlier run left lie where it ran: they are made anew.
+        pending = [
+            piece
+            for piece in self.pieces
+            if not self._work.has(BASELINE, piece.name)
+            or (isinstance(piece, Chunk) and self._is_needed(piece))
+        ]
+        resident = baseline.kwargs.get("resident")
+        parts = cut(pending, len(cluster.nodes) if resident else 1)
+        logits = self._jobs(cluster, [job(baseline, part) for part in parts], [], progress)
+        left = [
+            (setting, [piece for piece in self.pieces if not self._is_done(setting.name, piece)])
+            for setting in self._settings
+        ]
+        jobs = [job(setting, pieces) for setting, pieces in left if pieces]
+        self._jobs(cluster, jobs, logits, progress)
+        return self._summaries()
+
+    def _jobs(
+        self, cluster: Cluster, jobs: Sequence[Job], logits: list[Any], progress: Progress
+    ) -> list[Any]:
+        """Has jobs done, and saves their results; gives references to the logits that they kept."""
+        kept = []
+        total = sum(piece.work for piece in self.pieces)
+        done = {one.name: total for one in jobs}
+        for one in jobs:
+            done[one.name] -= sum(piece.work for piece in one.pieces)
+            progress(one.name, done[one.name], total)
+        calls = [(one, logits) for one in jobs]
+        for index, (results, reference) in cluster.map(do, calls, parts=2):
+            for piece, result in cluster.get(results).items():
+                self._work.save(jobs[index].name, piece, result)
+            done[jobs[index].name] += sum(piece.work for piece in jobs[index].pieces)
+            progress(jobs[index].name, done[jobs[index].name], total)
+            kept.append(reference)
+        return kept
 
     # --- what is to be done ---
 
@@ -193,7 +274,7 @@ class Evaluation:
         if not pending:
             return
         try:
-            with contextlib.closing(self._load(setting)) as llm:
+            with contextlib.closing(self._loading(setting)()) as llm:
                 for piece in pending:
                     self._do(llm, setting.name, piece, _ticker(progress, setting.name, done, total))
                     done += piece.work
@@ -201,32 +282,25 @@ class Evaluation:
         except RouteAheadError as error:
             raise type(error)(f"{setting.name}: {error}") from error
 
-    def _load(self, setting: Setting) -> Llama:
-        if setting.kwargs.get("resident") and self._file_bytes > (free := available_bytes()):
-            raise SettingsError(
-                f"resident, the model takes {self._file_bytes // MIB} MiB and {free // MIB} are "
-                "free: stream it losslessly, as with --baseline '--cache-mb auto'"
-            )
-        threads = self._request.threads
-        return Llama(self._request.model, n_ctx=self._context, n_threads=threads, **setting.kwargs)
-
     def _do(self, llm: Llama, name: str, piece: Piece, tick: Tick) -> None:
         before = copy(llm.counters.decode)
         result = self._graded(llm, name, piece, tick)
         result["decode"] = vars(llm.counters.decode.minus(before))
         self._work.save(name, piece.name, result)
 
+    def _loading(self, setting: Setting) -> Loading:
+        request = self._request
+        return Loading(request.model, self._context, request.threads, setting.kwargs)
+
     def _graded(self, llm: Llama, name: str, piece: Piece, tick: Tick) -> dict[str, Any]:
         through_decode = self._request.prompt_through_decode
-        if isinstance(piece, Question):
-            return grading.answer(llm, piece, through_decode, tick)
-        if isinstance(piece, Opening):
-            return grading.generate(llm, piece, through_decode, tick)
+        if not isinstance(piece, Chunk):
+            return grading.graded(llm, piece, through_decode, tick)
         if name == BASELINE:
             with self._work.new_logits(piece.name) as keep:
-                return grading.record_chunk(llm, piece, keep, tick)
+                return grading.graded(llm, piece, through_decode, tick, keep=keep)
         logits = self._work.logits(piece.name, self._vocabulary_size)
-        return grading.grade_chunk(llm, piece, logits, tick)
+        return grading.graded(llm, piece, through_decode, tick, baseline=logits)
 
     def _summaries(self) -> list[Summary]:
         baseline = self._results(BASELINE)

@@ -11,7 +11,7 @@ import numpy as np
 
 from routeahead.engine.llama import Llama
 from routeahead.errors import StreamError
-from routeahead.evaluation.corpus import Chunk, Opening, Question, Vocabulary
+from routeahead.evaluation.corpus import Chunk, Opening, Piece, Question, Vocabulary
 from routeahead.evaluation.quality import (
     Logits,
     answer_is_decided,
@@ -71,6 +71,27 @@ def last_logits(llm: Llama) -> Logits:
     if not np.isfinite(logits).all():
         raise StreamError(f"the logits after token {llm.n_tokens} are not finite")
     return logits
+
+
+def graded(
+    llm: Llama,
+    piece: Piece,
+    through_decode: bool,
+    tick: Tick,
+    *,
+    keep: Callable[[Logits], None] | None = None,
+    baseline: Logits | None = None,
+) -> dict[str, Any]:
+    """Runs one piece. Of a chunk, `keep` takes each token's logits, or `baseline` has those to
+    compare with, float32 [tokens, vocabulary]."""
+    if isinstance(piece, Question):
+        return answer(llm, piece, through_decode, tick)
+    if isinstance(piece, Opening):
+        return generate(llm, piece, through_decode, tick)
+    if keep:
+        return record_chunk(llm, piece, keep, tick)
+    assert baseline is not None
+    return grade_chunk(llm, piece, baseline, tick)
 
 
 def record_chunk(
