@@ -41,7 +41,9 @@ def test_what_goes_where(load: Load, capfd: pytest.CaptureFixture[str]) -> None:
     assert llm.streamed and llm.offload.layers == 5 and llm.offload.first == 2
     log = capfd.readouterr().err
     assert f"offloaded 5/{BLOCKS + 1} layers to GPU" in log
-    assert re.search(r"RPC0\S* KV buffer size", log) and re.search(r"CPU KV buffer size", log)
+    assert re.search(rf"{devices()[0].name}\S* KV buffer size", log) and re.search(
+        r"CPU KV buffer size", log
+    )
     placed = llm.streamed._placement.tensors
     assert {name for name in placed if "exps" in name} == {e.name for e in llm.layout.experts}
     assert "blk.1.attn_q.weight" in placed and "blk.2.attn_q.weight" not in placed

@@ -15,6 +15,9 @@ import pytest
 from support.rpc_device import LAYERS as VARIABLE
 from support.rpc_device import ROOT, Unavailable, backend
 
+# What is needed is downloaded and compiled once: build/device.
+pytestmark = pytest.mark.timeout(600)
+
 SUITES = [
     "identity", "slot_ids", "route_ahead", "drop", "prefetch", "policy_api", "faults", "raw_decode"
 ]  # fmt: skip
@@ -44,7 +47,7 @@ def device() -> None:
         pytest.skip(f"no device: {error}")
 
 
-def run(layers: str, *selected: str, timeout: int = 100) -> dict[str, int]:
+def run(layers: str, *selected: str, timeout: int = 300) -> dict[str, int]:
     """Runs tests with that many layers on the device; returns what was counted."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "support.on_device", *selected]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}

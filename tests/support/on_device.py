@@ -2,8 +2,9 @@
 
     ROUTEAHEAD_TEST_LAYERS=all python -m pytest -p support.on_device tests/model/test_identity.py
 
-References stay on the CPU. A run ends with a line that counts what was read from the device, so
-that whoever starts it can see that something was.
+References stay on the CPU, unless the device's kernels are not the CPU's (Vulkan): then they have
+the same layers there, and no callback. A run ends with a line that counts what was read from the
+device, so that whoever starts it can see that something was.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import pytest
 from routeahead import Llama
 from routeahead.llamacpp import tensor_values
 from routeahead.llamacpp.eval_callback import EvalCallback
-from support.rpc_device import LAYERS, Server, Unavailable
+from support import reference
+from support.rpc_device import DEVICE, LAYERS, Server, Unavailable, Vulkan
 
 _counted: Counter[str] = Counter()
-_servers: list[Server] = []
+_devices: list[Server | Vulkan] = []
 
 
 def counting(owner: Any, name: str, label: str) -> None:
@@ -35,12 +37,15 @@ def counting(owner: Any, name: str, label: str) -> None:
 
 
 def pytest_configure() -> None:
+    vulkan = os.environ.get(DEVICE) == "vulkan"
     try:
-        _servers.append(Server())
+        _devices.append(Vulkan() if vulkan else Server())
     except Unavailable as error:
         pytest.exit(f"no device: {error}", returncode=5)
     layers = os.environ.get(LAYERS, "all")
     wanted = layers if layers in ("all", "auto") else int(layers)
+    if vulkan:
+        reference.LAYERS = 0x7FFFFFFF if layers == "all" else int(layers)
     inner = Llama.__init__
 
     def on_device(self: Llama, *arguments: Any, **keywords: Any) -> None:
@@ -59,5 +64,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_unconfigure() -> None:
-    for server in _servers:
-        server.close()
+    for device in _devices:
+        device.close()

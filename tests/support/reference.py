@@ -7,11 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as C
 
+LAYERS = 0
+"""Layers that go to a device, less their experts."""
+
 Logits = npt.NDArray[np.float32]
+
+
+def experts_in_ram() -> Any:
+    """What llama.cpp's `--cpu-moe` gives to the loader: (pattern, buffer type), and an end."""
+    folder = Path(llama_cpp.__file__).parent / "lib"
+    llama = ctypes.CDLL(str(folder / "libllama.so"))
+    llama.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    pattern = rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+    entries = (ctypes.c_void_p * 4)()
+    experts_in_ram.pattern = ctypes.c_char_p(pattern)  # type: ignore[attr-defined]  # kept alive
+    entries[0] = ctypes.cast(experts_in_ram.pattern, ctypes.c_void_p)  # type: ignore[attr-defined]
+    entries[1] = llama.ggml_backend_cpu_buffer_type()
+    return entries
 
 
 class Resident:
@@ -30,7 +47,10 @@ class Resident:
         C.llama_backend_init()
         model_params = C.llama_model_default_params()
         model_params.use_extra_bufts = False
-        model_params.n_gpu_layers = 0
+        model_params.n_gpu_layers = LAYERS
+        if LAYERS:
+            self._overrides = experts_in_ram()
+            model_params.tensor_buft_overrides = ctypes.addressof(self._overrides)
         model_params.load_mode = C.LLAMA_LOAD_MODE_NONE
         self._model = C.llama_model_load_from_file(str(path).encode(), model_params)
         assert self._model, path

@@ -5,7 +5,7 @@ a GPU. Its kernels are the CPU's, so what is computed there equals what is compu
 bit. Nothing of it is in a wheel; it is compiled, in seconds, against the installed llama-cpp-python
 from the source archive of the same version, and kept in `build/device`.
 
-    python tests/support/rpc_device.py PORT     # the server; ends when its standard input does
+    python tests/support/rpc_device.py PORT LIBRARY     # the server; ends with its standard input
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ _START_S = 20
 LAYERS = "ROUTEAHEAD_TEST_LAYERS"
 """The environment variable that says how many layers go there (`on_device.py`)."""
 
+DEVICE = "ROUTEAHEAD_TEST_DEVICE"
+"""The one that says which device: "rpc" or "vulkan"."""
+
 
 class Unavailable(Exception):
     """There is no such device here; says why in a line."""
@@ -51,13 +54,18 @@ def backend() -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            _compile(_source(folder), library)
+            _compile(source(_SOURCES), library)
     return library
 
 
-def _source(folder: Path) -> Path:
-    """The folder of ggml, unpacked from the source archive."""
+def source(parts: tuple[str, ...]) -> Path:
+    """The folder of ggml, with what begins with one of `parts` unpacked from the source archive.
+
+    Raises:
+        Unavailable: the archive cannot be downloaded.
+    """
     number = version("llama-cpp-python")
+    folder = ROOT / "build/device" / number
     archive = folder / f"llama_cpp_python-{number}.tar.gz"
     if not archive.exists():
         pin = f"llama-cpp-python=={number}"
@@ -69,7 +77,8 @@ def _source(folder: Path) -> Path:
     base = f"{archive.name.removesuffix('.tar.gz')}/vendor/llama.cpp/ggml/"
     with tarfile.open(archive) as tar:
         for member in tar.getmembers():
-            if member.name.removeprefix(base).startswith(_SOURCES):
+            inside = member.name.startswith(base)
+            if inside and member.name.removeprefix(base).startswith(parts):
                 tar.extract(member, folder, filter="data")
     return folder / base
 
@@ -100,6 +109,23 @@ def _run(command: list[str], failure: str) -> None:
 def _llama() -> ctypes.CDLL:
     """libllama, with its symbols there for the backend."""
     return ctypes.CDLL(str(LIB / "libllama.so"), mode=ctypes.RTLD_GLOBAL)
+
+
+class Vulkan:
+    """Mesa's software device, if `vulkan_device.sh` has compiled the backend."""
+
+    def __init__(self) -> None:
+        library = ROOT / "build/device" / version("llama-cpp-python") / "libggml-vulkan.so"
+        if not library.exists():
+            raise Unavailable(f"{library} is missing: tests/support/vulkan_device.sh makes it")
+        os.environ.setdefault("GGML_VK_VISIBLE_DEVICES", "0")
+        llama, vulkan = _llama(), ctypes.CDLL(str(library))
+        vulkan.ggml_backend_vk_reg.restype = ctypes.c_void_p
+        llama.ggml_backend_register.argtypes = [ctypes.c_void_p]
+        llama.ggml_backend_register(vulkan.ggml_backend_vk_reg())
+
+    def close(self) -> None:
+        pass
 
 
 class Server:
