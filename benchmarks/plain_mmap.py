@@ -6,6 +6,9 @@
 processors with AMX if a batch has two rows or more (llama.cpp issue 20824), and it copies weights
 into another layout, so that they would not be mapped.
 
+With `-ngl N`, that many layers go to a device and all experts stay in mapped memory, as with
+llama.cpp's `--cpu-moe`: `benchmarks/gpu.sh`.
+
 The report has those keys of `routeahead run --report` that apply. The disk is waited for in page
 faults inside the arithmetic, so neither stall nor compute can be told apart. Bytes read are the
 kernel's count for this process.
@@ -27,6 +30,8 @@ import llama_cpp
 
 from routeahead.cli.open_model import DEFAULT_CONTEXT
 from routeahead.cli.options import forced_tokens
+from routeahead.engine.offload import EXPERTS
+from routeahead.llamacpp.placement import ExpertsInRam
 from routeahead.machine.cpus import default_threads
 from routeahead.telemetry.counters import cpu_s, peak_rss_bytes
 
@@ -68,16 +73,24 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-n", type=int, required=True, help="tokens to decode")
     parser.add_argument("-t", type=int, default=default_threads(), help="compute threads")
     parser.add_argument("-c", type=int, default=DEFAULT_CONTEXT, help="context in tokens")
+    parser.add_argument("-ngl", type=layers, default=0, metavar="N|all", help="layers on a device")
     parser.add_argument("--report", type=Path, required=True, help="where to write the figures")
     return parser.parse_args(argv)
 
 
+def layers(text: str) -> int:
+    return -1 if text == "all" else int(text)
+
+
 def load(arguments: argparse.Namespace) -> llama_cpp.Llama:
     default_params = llama_cpp.llama_cpp.llama_model_default_params
+    in_ram = ExpertsInRam(EXPERTS)
 
     def without_repacking() -> Any:
         params = default_params()
         params.use_extra_bufts = False
+        if arguments.ngl:
+            in_ram.inject(params)
         return params
 
     llama_cpp.llama_cpp.llama_model_default_params = without_repacking
@@ -87,6 +100,8 @@ def load(arguments: argparse.Namespace) -> llama_cpp.Llama:
         n_threads=arguments.t,
         n_threads_batch=arguments.t,
         use_mmap=True,
+        n_gpu_layers=arguments.ngl,
+        op_offload=False,
         verbose=False,
     )
 
