@@ -51,7 +51,9 @@ def main() -> None:
         llm.close()
         same = np.array_equal(found, expected)
         failed |= not same
-        verdict = "identical" if same else f"DIFFERENT by up to {np.abs(found - expected).max():.3g}"
+        verdict = (
+            "identical" if same else f"DIFFERENT by up to {np.abs(found - expected).max():.3g}"
+        )
         print(f"{where}, cache {cache} MiB, {reads} reads while decoding: {verdict}")
     sys.exit(failed)
 

@@ -51,6 +51,12 @@ _HOMES = {
     "read_trace": "telemetry.frame",
 }
 
+if not hasattr(os, "preadv"):
+    raise ImportError(
+        "routeahead needs Linux, or macOS (untested): this system has no preadv; on Windows, use "
+        "WSL 2"
+    )
+
 # OpenMP's idle threads spin, and starve the lanes where cores are few. libgomp reads this when it
 # is loaded, hence before llama_cpp is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -20,6 +20,7 @@ from routeahead.errors import StreamError
 from routeahead.experts.layout import Shard, ceil_block, floor_block
 
 HUGE = 2 << 20
+PAGE = mmap.PAGESIZE  # 4 KiB on x86; 16 or 64 KiB on some aarch64 systems
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
@@ -46,9 +47,11 @@ class Pages(NamedTuple):
 
 
 def release(pages: Pages) -> None:
-    """Returns memory to the kernel; the addresses stay."""
-    if pages.nbytes:
-        _libc.madvise(pages.address, pages.nbytes, _MADV_DONTNEED)
+    """Returns memory to the kernel, in whole pages; the addresses stay."""
+    first = -(-pages.address // PAGE) * PAGE
+    end = (pages.address + pages.nbytes) // PAGE * PAGE
+    if end > first:
+        _libc.madvise(first, end - first, _MADV_DONTNEED)
 
 
 def protect(pages: Pages, *, accessible: bool) -> None:
@@ -135,7 +138,8 @@ class Arena:
         Raises:
             StreamError: the kernel refused.
         """
-        first, last = floor_block(start), ceil_block(end)
+        # A page that two ranges share is mapped twice, with the same bytes.
+        first, last = start // PAGE * PAGE, -(-end // PAGE) * PAGE
         address = self.address(shard, first)
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
         got = _libc.mmap(address, last - first, mmap.PROT_READ, flags, descriptor, first)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import mmap
 import os
@@ -21,7 +22,8 @@ from typing import NamedTuple, Protocol
 from routeahead.errors import ModelError, ReadError
 from routeahead.experts.layout import BLOCK, Shard
 
-O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # absent on macOS: reads are buffered there
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # absent on macOS
+NO_CACHE: int = getattr(fcntl, "F_NOCACHE", 0)  # what macOS has instead
 
 CHECK_EVERY = 64
 """Reads of a file between two looks at whether it is still the same one."""
@@ -101,6 +103,7 @@ class FileReader:
         self._changed: dict[int, str] = {}
         self.fallback = _direct_fault(shards) if direct else ""
         self.direct = direct and not self.fallback
+        self._no_cache = direct and not O_DIRECT and NO_CACHE > 0
 
     def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
         descriptor, got = self._descriptors[shard], 0
@@ -128,7 +131,10 @@ class FileReader:
         with self._opening:
             if self._descriptors[shard] < 0:
                 flags = os.O_RDONLY | (O_DIRECT if self.direct else 0)
-                self._descriptors[shard] = _open(self._shards[shard], flags)
+                descriptor = _open(self._shards[shard], flags)
+                if self._no_cache:
+                    fcntl.fcntl(descriptor, NO_CACHE, 1)
+                self._descriptors[shard] = descriptor
             return self._descriptors[shard]
 
     def _check_unchanged(self, shard: int, descriptor: int, offset: int, need: int) -> None:
@@ -231,7 +237,7 @@ def _direct_fault(shards: Sequence[Shard]) -> str:
         ModelError: a file cannot be opened.
     """
     if not O_DIRECT:
-        return "this system has no O_DIRECT"
+        return "this system has no O_DIRECT" + (", F_NOCACHE is set instead" if NO_CACHE else "")
     for shard, offsets in _sample(shards):
         try:
             with _opened(shard, O_DIRECT) as direct, _opened(shard, 0) as buffered:
