@@ -43,6 +43,8 @@ class StreamingArguments(TypedDict, total=False):
     # A committed expert's weight: its own router's ('true'), or what was predicted with it
     # ('predicted', which spares route_ahead_compute='graph' the products).
     route_ahead_weights: Literal["true", "predicted"]
+    # Predict by the matrices that `routeahead calibrate` fitted to this model.
+    route_ahead_gates: Path | None
     # Score how well routings could have been predicted; changes nothing, and is slow.
     predict_log: bool
     # Do not read a missing expert whose share of the routing is below F / top-k (lossy); 0 is off.
