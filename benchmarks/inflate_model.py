@@ -10,6 +10,10 @@ rows and columns that belong to them; experts get inner rows of zeros. An RMS no
 root of the mean square, which the zeros make smaller by old/new: so its weights are scaled by
 sqrt(old/new), and epsilon by old/new. Quantised blocks are copied whole, so that each number stays
 what it was; the zeros are blocks of zeros. Attention heads keep their number and width.
+
+With `--gates`, matrices that were calibrated for the small model (`routeahead calibrate`) are
+written for the large one beside it, as LARGE.gates.safetensors: a router is given the same vector
+with zeros behind it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,10 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as QuantType
+
+from routeahead.engine.fingerprint import fingerprint
+from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.prediction.gates import Gate, Gates, read_gates, write_gates
 
 ARCH = "qwen3moe"
 WIDTH, EXPERT_WIDTH = 2048, 768
@@ -78,6 +86,7 @@ def main() -> None:
     parser.add_argument("large", type=Path)
     parser.add_argument("--width", type=int, default=WIDTH, help="of the residual stream")
     parser.add_argument("--expert-width", type=int, default=EXPERT_WIDTH, help="inside an expert")
+    parser.add_argument("--gates", type=Path, help="calibrated for the small model")
     arguments = parser.parse_args()
     reader = gguf.GGUFReader(arguments.small)
     arch = reader.fields["general.architecture"].contents()
@@ -96,7 +105,27 @@ def main() -> None:
         temporary.replace(arguments.large)
     finally:
         temporary.unlink(missing_ok=True)
+    if arguments.gates:
+        inflate_gates(arguments.gates, arguments.small, arguments.large)
     print(f"{arguments.large}: {arguments.large.stat().st_size / 2**20:.0f} MiB")
+
+
+def inflate_gates(path: Path, small: Path, large: Path) -> None:
+    """Writes the small model's calibrated routers for the large model."""
+    before, after = (read_layout(model).loaded() for model in (small, large))
+    gates = read_gates(path, fingerprint(before))
+    width = int(after.value("embedding_length"))
+
+    def grown(gate: Gate) -> Gate:
+        if gate.matrix is None:
+            return gate
+        matrix = np.zeros((len(gate.matrix), width), np.float32)
+        matrix[:, : gate.matrix.shape[1]] = gate.matrix
+        return replace(gate, matrix=matrix)
+
+    made = map(grown, gates.gates.values())
+    found = Gates.of(fingerprint(after), made, fitted=gates.fitted, held=gates.held)
+    write_gates(large.with_suffix(".gates.safetensors"), found)
 
 
 def value(reader: gguf.GGUFReader, key: str) -> Any:

@@ -10,7 +10,6 @@ writes the page.
 |---|---|
 | text.json | perplexity and divergence of each setting on held-out text, fed through decode |
 | answers.json, decoded.json | exact answers, prompts as prefill and through decode |
-| essays.json | greedy generations of 512 tokens, each of route-ahead's five times |
 | agreement.json | what route-ahead and the router agreed on, by layer and depth, on held-out text |
 | speed.json | interleaved runs of each setting, fed the held-out text |
 | about.json | the model, the versions and the machine |
@@ -32,17 +31,13 @@ from cli_json import cli_json
 from routeahead.bench.cells import expand_shares, parse_cell, read_list
 from routeahead.bench.machine_state import describe
 from routeahead.evaluation.corpus import open_vocabulary
-from routeahead.evaluation.quality import divergence
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.telemetry.json_file import write_json
 
 HERE = Path(__file__).parent
 SETTINGS = HERE / "settings/measurements.txt"
-HELD_OUT, BATTERY, ESSAY = (
-    HERE / "data" / name for name in ("held-out.txt", "battery.jsonl", "essay.txt")
-)
+HELD_OUT, BATTERY = HERE / "data/held-out.txt", HERE / "data/battery.jsonl"
 LOSSLESS = ("prefetch", "predicted")  # beside the stream: how their settings' names begin
-ESSAY_TOKENS, REPEATS = 512, 5
 TEXT_TOKENS = 2000
 FED_TOKENS = 1000  # of runs that are fed the held-out text
 # Below every disk's own speed, so that reads cost the same on all of them.
@@ -82,7 +77,7 @@ class Measurement:
         self._model, self._scratch, self._passes = model, scratch, passes
         self._layout = read_layout(model)
         self._settings = [parse_cell(line) for line in read_list(SETTINGS)[1]]
-        files = (model, SETTINGS, HELD_OUT, BATTERY, ESSAY)
+        files = (model, SETTINGS, HELD_OUT, BATTERY)
         self.of = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
         self._ids = scratch / "held-out.ids"
         with open_vocabulary(model) as vocabulary:
@@ -91,7 +86,6 @@ class Measurement:
         self.questions: dict[str, Callable[[], Any]] = {
             "about": self._about,
             "agreement": self._agreement,
-            "essays": self._essays,
             "text": lambda: self._eval(
                 "text", "--text", HELD_OUT, "-c", 512, "--max-tokens", TEXT_TOKENS
             ),
@@ -149,29 +143,6 @@ class Measurement:
     def _flags(self) -> Iterator[tuple[str, list[str]]]:
         for cell in self._settings:
             yield cell.name, expand_shares(cell.flags, self._layout)
-
-    def _essays(self) -> dict[str, Any]:
-        """Essays of each setting beside the resident run's.
-
-        `identical` says how many of a setting's `runs` gave the same tokens.
-        """
-        ask = ("--prompt-file", ESSAY, "--raw", "-n", ESSAY_TOKENS)
-        resident = self._run(["--resident"], *ask)
-        found: dict[str, Any] = {"resident": {"text": resident["text"]}}
-        repeated = {f"ahead-{depth}" for depth, _ in self._depths()}
-        for name, flags in self._flags():
-            repeats = REPEATS if name in repeated else 1
-            runs = [self._run(flags, *ask) for _ in range(repeats)]
-            first, equal_share = divergence(resident["tokens"], runs[0]["tokens"])
-            found[name] = {
-                "text": runs[0]["text"],
-                "tokens": len(runs[0]["tokens"]),
-                "runs": repeats,
-                "identical": sum(run["tokens"] == runs[0]["tokens"] for run in runs),
-                "first_divergence": first,
-                "equal_share": equal_share,
-            }
-        return found
 
     def _speed(self) -> Any:
         """The bench's record without the runs' own reports, which are long."""

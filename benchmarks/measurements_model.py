@@ -13,7 +13,7 @@ class Model:
 
     Attributes:
         name: of its folder.
-        about, agreement, essays: the files' content.
+        about, agreement: the files' content.
         text, answers, decoded: by setting. `baseline` is the resident run; lossless settings were
             not asked for answers.
         throttle: MiB/s that the runs of `speed` read at most.
@@ -24,7 +24,6 @@ class Model:
         files = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
         self.name = folder.name
         self.about, self.agreement = files["about"], files["agreement"]
-        self.essays = files["essays"]
         speed = files.get("speed", {"throttle_mib_s": 0, "summary": []})
         self.throttle = speed["throttle_mib_s"]
         self.speed = {one["name"]: one for one in speed["summary"]}

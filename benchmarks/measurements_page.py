@@ -113,12 +113,11 @@ def _section(model: Model) -> str:
 def _settings_table(model: Model) -> str:
     header = (
         "setting", "flags", "perplexity ×", "KL", "top-1", "right answers", "MiB/token",
-        "tokens/s × stream's", "essay differs at",
+        "tokens/s × stream's",
     )  # fmt: skip
     rows = []
     for name in model.settings:
-        text, essay = model.text[name]["text"], model.essays[name]
-        first = essay["first_divergence"]
+        text = model.text[name]["text"]
         rows.append(
             (
                 name,
@@ -129,7 +128,6 @@ def _settings_table(model: Model) -> str:
                 _asked_twice(model, name),
                 f"{model.mib_per_token(name):.2f}",
                 _speed(model, name),
-                f"never ({essay['tokens']})" if first is None else str(first),
             )
         )
     resident = model.text["baseline"]["text"]
@@ -176,7 +174,7 @@ def _depths(model: Model) -> str:
     rows = []
     for depth in model.agreement:
         name = f"ahead-{depth}"
-        essay, by_layer = model.essays[name], model.agreement[depth]["by_layer"]
+        by_layer = model.agreement[depth]["by_layer"]
         rows.append(
             (
                 depth,
@@ -184,10 +182,9 @@ def _depths(model: Model) -> str:
                 _percent(model.agreed(depth)),
                 f"{model.perplexity_ratio(name):.4f}",
                 f"{model.text[name]['text']['kl_mean']:.4f}",
-                f"{essay['identical']}/{essay['runs']}",
             )
         )
-    header = ("N", "layers committed", "slots agreed", "perplexity ×", "KL", "essays identical")
+    header = ("N", "layers committed", "slots agreed", "perplexity ×", "KL")
     return _table(header, rows)
 
 

@@ -1,7 +1,6 @@
 """Writes what models are measured on, all of it held out: `python training/battery.py FOLDER`.
 
-`battery.jsonl` has tasks with exact answers, `held-out.txt` texts from three sources, and
-`essay.txt` the beginning of a text to be continued.
+`battery.jsonl` has tasks with exact answers, `held-out.txt` texts from three sources.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ def main() -> None:
     (arguments.folder / "battery.jsonl").write_text("\n".join(lines) + "\n")
     held = [one for one in documents() if one.held]
     (arguments.folder / "held-out.txt").write_text("\n".join(beginnings(held)), encoding="utf-8")
-    chapter = next(one.text for one in held if one.source == "bible")
-    (arguments.folder / "essay.txt").write_text(chapter[:240].rpartition(" ")[0])
 
 
 def beginnings(held: list[Document]) -> Iterator[str]:

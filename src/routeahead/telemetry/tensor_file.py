@@ -30,11 +30,12 @@ def write_tensors(path: Path, tensors: Tensors, facts: Mapping[str, Any]) -> Non
     target = path.resolve()
     temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}")
     try:
-        with temporary.open("xb"):  # nobody has placed a link there
-            pass
+        with temporary.open("xb") as file:  # nobody has placed a link there
+            mode = os.fstat(file.fileno()).st_mode & 0o7777
         library.numpy.save_file(tensors, temporary, {_FACTS: content})
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
+        temporary.chmod(mode)  # the library makes a file of its own, for the owner alone
         temporary.replace(target)
     except OSError as error:
         raise SettingsError(f"{path}: cannot be written: {error.strerror or error}") from None
