@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-fast lint test-slow test-upstream docs package measurements embedded-model second-model clean
+.PHONY: demo test test-fast lint test-slow test-upstream docs package measurements calibration embedded-model second-model clean
 
 # llama-cpp-python is compiled here (a C++ compiler and CMake are needed, a few minutes the first time).
 $(VENV)/installed: pyproject.toml
@@ -74,7 +74,13 @@ measurements: $(VENV)/installed
 	cp -r build/measurements docs/
 	$(BIN)/python benchmarks/measurements_page.py docs
 
-# The two trained models, anew from their data (hours). They need Debian's wordnet-base.
+# The figures of docs/calibration.md (an hour; what is in build/calibration already is not measured again).
+CALIBRATED = build/calibration
+calibration: $(VENV)/installed
+	mkdir -p $(CALIBRATED)
+	benchmarks/calibration.sh $(BIN) $(CALIBRATED)
+
+# The trained models, anew from their data (hours). They need Debian's wordnet-base.
 embedded-model: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet -e '.[train]'
 	$(BIN)/python training/train.py build/embedded

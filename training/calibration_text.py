@@ -14,8 +14,8 @@ from pathlib import Path
 from corpus import documents
 from tasks import KINDS, item
 
-TASKS, TEXTS = 800, 60
-CHARACTERS = 4000  # of a text, from its beginning
+TASKS, TEXTS = 800, 300
+CHARACTERS = 1000  # of a text, from its beginning
 
 
 def main() -> None:

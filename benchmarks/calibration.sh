@@ -1,0 +1,45 @@
+#!/bin/sh
+# Measures what docs/calibration.md says: `benchmarks/calibration.sh BIN FOLDER`, in the repository's
+# folder. A step whose file is in FOLDER already is left out, so that it can be interrupted.
+set -eu
+bin=$1 folder=$2
+data=benchmarks/data
+text=$data/held-out.txt
+
+model_of() {
+    if [ "$1" = embedded ]; then echo src/routeahead/models/default.gguf; else echo "$data/$1.gguf"; fi
+}
+
+for name in embedded second third; do
+    model=$(model_of $name)
+    [ -f "$model" ] || continue
+    if [ ! -f "$folder/$name.calibrated" ]; then
+        rm -f "$data/$name.gates.safetensors"
+        "$bin/routeahead" calibrate "$model" --text $data/calibration.jsonl --depth 1 --depth 2 --depth 4 \
+            --out "$data/$name.gates.safetensors" -t 1 > "$folder/$name.calibrated.new"
+        mv "$folder/$name.calibrated.new" "$folder/$name.calibrated"
+    fi
+    [ -f "$folder/$name.json" ] || "$bin/routeahead" eval "$model" --text $text --max-tokens 2000 -t 1 \
+        --settings benchmarks/settings/calibration.$name.txt --work "$folder/$name" --json "$folder/$name.json"
+done
+
+[ -f "$folder/inflated-quality.json" ] || "$bin/routeahead" eval "$(model_of embedded)" \
+    --text $text --max-tokens 2000 -t 1 --prompts $data/battery.jsonl --prompt-through-decode \
+    --settings benchmarks/settings/inflated.txt --work "$folder/quality" --json "$folder/inflated-quality.json"
+
+[ -f build/inflated.gguf ] || "$bin/python" benchmarks/inflate_model.py "$(model_of embedded)" \
+    build/inflated.gguf --gates $data/embedded.gates.safetensors
+for rho in 0.6 0.9 1.5; do
+    if [ ! -f "$folder/inflated-rho-$rho.json" ]; then
+        # Written after each run: it is complete when the bench has ended.
+        "$bin/routeahead" bench build/inflated.gguf --cells benchmarks/cells/inflated.rho-$rho.txt \
+            -t 1 --warmup 32 --tokens 64 --passes 10 --json "$folder/bench.new"
+        mv "$folder/bench.new" "$folder/inflated-rho-$rho.json"
+    fi
+done
+
+records=
+for name in embedded second third inflated-quality inflated-rho-0.6 inflated-rho-0.9 inflated-rho-1.5; do
+    [ ! -f "$folder/$name.json" ] || records="$records $folder/$name.json"
+done
+"$bin/python" benchmarks/calibration_page.py docs $records
