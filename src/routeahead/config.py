@@ -35,6 +35,7 @@ from routeahead.types import CachePolicy
 
 DenseMode = Literal["anon", "mmap"]
 GpuLayers = int | Literal["auto", "all"]
+Rows = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,14 @@ class Settings(
     # Two lanes keep the disk's queue filled while one of them is between reads; with few cores
     # every further lane takes time from the matrix products (docs/architecture.md, "Lanes").
     io_threads: int = setting(2, "Lanes: threads that read experts.", STREAMING, low=1, high=64)
+    ubatch: Rows = setting(
+        "auto",
+        "Rows of a prompt that are evaluated at once, and read experts once. 'auto' takes as many "
+        "as context and memory allow, up to 4096.",
+        STREAMING,
+        low=1,
+        metavar="N",
+    )
     overlap: bool = setting(True, "Read later projections while earlier ones compute.", STREAMING)
     dense: DenseMode = setting(
         "anon",
@@ -179,7 +188,9 @@ class Settings(
     def _refuse_streaming_settings(self) -> None:
         plain = Settings(resident=True)
         for name, value in asdict(self).items():
-            if name not in ("n_expert_used", "n_gpu_layers") and value != getattr(plain, name):
+            if name not in ("n_expert_used", "n_gpu_layers", "ubatch") and value != getattr(
+                plain, name
+            ):
                 raise SettingsError(
                     f"resident streams nothing, so {name}={value!r} means nothing: drop one of them"
                 )

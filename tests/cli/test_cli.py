@@ -76,7 +76,9 @@ def test_streamed_run_equals_resident_run(tmp_path: Path) -> None:
     slots = len(EMBEDDED.moe_layers) * EMBEDDED.n_expert_used
     assert counters["misses"] > counters["decode_misses"] == decoded * slots
     assert counters["hits"] == 0 and counters["evictions"] > 0 and counters["rereads"] > 0
-    assert counters["bytes_read"] > 0 and counters["reads"] == 3 * counters["misses"]
+    most = counters["misses"] + counters["ahead_unused"]  # of some, not all parts were read
+    assert counters["bytes_read"] > counters["ahead_bytes"] > 0
+    assert 3 * counters["misses"] <= counters["reads"] <= 3 * most
     parts = ("compute_s_per_token", "stall_s_per_token", "mgmt_s_per_token")
     assert counters["s_per_token"] == pytest.approx(sum(counters[part] for part in parts))
     for key in ("load_s", "first_token_s", "io_s_per_token", "cpu_s_per_token", "peak_rss_bytes"):
@@ -263,6 +265,8 @@ def test_unusable_file(
     [
         (("--cache-mb", "much"), ("--cache-mb much", "auto")),
         (("--cache-mb", "-3"), ("cache_mb is -3",)),
+        (("--ubatch", "lots"), ("--ubatch lots", "a number of rows", "auto")),
+        (("--ubatch", "0"), ("ubatch is 0",)),
         (("--resident", "--cache-mb", "9"), ("resident streams nothing",)),
         (("--resident", "--no-overlap"), ("resident streams nothing",)),
         (("--dense", "disk"), ("dense is 'disk'",)),

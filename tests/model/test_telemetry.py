@@ -36,7 +36,8 @@ def test_io_trace_bytes_are_the_counters(load: Load, tmp_path: Path, suffix: str
     llm.close()
     figures = report(read_io_trace(path))
     assert figures.bytes_read == prefill.bytes_read + decode.bytes_read > 0
-    assert figures.reads == prefill.reads + decode.reads == figures.kinds["demand"]
+    assert figures.kinds.keys() == {"demand", "ahead"}
+    assert figures.reads == prefill.reads + decode.reads == sum(figures.kinds.values())
     assert figures.decode_bytes == decode.bytes_read
     assert figures.decode_tokens >= tokens  # the second prompt lies between decoded tokens
     assert 0 < figures.redundancy <= 1 and figures.early_again == 0

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from routeahead.cli.terminal import note
-from routeahead.config import GpuLayers, Settings
+from routeahead.config import GpuLayers, Rows, Settings
 from routeahead.errors import SettingsError
 from routeahead.hub.download import pull
 from routeahead.hub.reference import PREFIX, is_reference
@@ -128,7 +128,7 @@ def as_settings(values: dict[str, Any]) -> dict[str, Any]:
     """Fields of `Settings` from the values of their options.
 
     Raises:
-        SettingsError: the cache's size is none.
+        SettingsError: the cache's size or the ubatch's is none.
     """
     # Not every Typer makes a path of a text before the command is called.
     paths = {
@@ -137,7 +137,7 @@ def as_settings(values: dict[str, Any]) -> dict[str, Any]:
         if Path in get_args(kind) and isinstance(value := values.get(name), str)
     }
     parsers: dict[str, Callable[[Any], Any]] = {
-        "cache_mb": cache_size, "n_gpu_layers": gpu_layers, "policy": tuple,
+        "cache_mb": cache_size, "n_gpu_layers": gpu_layers, "policy": tuple, "ubatch": ubatch_rows,
     }  # fmt: skip
     parsed = {name: parse(values[name]) for name, parse in parsers.items() if name in values}
     return values | paths | parsed
@@ -196,6 +196,19 @@ def cache_size(text: str) -> CacheSize:
         raise SettingsError(
             f"--cache-mb {text}: give a size such as 4000 (MiB), 4G, 0, or auto"
         ) from None
+
+
+def ubatch_rows(text: str) -> Rows:
+    """'auto', or a whole number.
+
+    Raises:
+        SettingsError: neither.
+    """
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise SettingsError(f"--ubatch {text}: give a number of rows such as 1024, or auto")
+    return int(text)
 
 
 def gpu_layers(text: str) -> GpuLayers:

@@ -6,6 +6,7 @@ from typing import Any
 
 from routeahead.engine.llama import Llama
 from routeahead.experts.layout import MIB
+from routeahead.experts.load import Prefetch
 from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp.devices import devices
 from routeahead.telemetry.counters import peak_rss_bytes, share
@@ -15,6 +16,7 @@ def counters(llm: Llama, first_token_s: float, total_s: float) -> dict[str, floa
     """Figures of a run; per-token ones over decode only (definitions: `telemetry.counters`)."""
     decode, prefill = llm.counters.decode, llm.counters.prefill
     cache = llm.source.cache if llm.source else None
+    ahead = llm.source.ahead if llm.source else Prefetch()
     return {
         "bytes_read": prefill.bytes_read + decode.bytes_read,
         "reads": prefill.reads + decode.reads,
@@ -39,6 +41,8 @@ def counters(llm: Llama, first_token_s: float, total_s: float) -> dict[str, floa
         "decode_hits": decode.hits,
         "decode_misses": decode.misses,
         "prefill_compute_s": prefill.compute_s,
+        "ahead_bytes": llm.source.lanes.ahead_bytes if llm.source else 0,
+        "ahead_unused": ahead.completed - ahead.useful,
         "peak_rss_bytes": peak_rss_bytes(),
     }
 

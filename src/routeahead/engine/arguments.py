@@ -66,6 +66,9 @@ class StreamingArguments(TypedDict, total=False):
     cache_policy: Literal["lru", "decay"]
     # Lanes: threads that read experts.
     io_threads: int
+    # Rows of a prompt that are evaluated at once, and read experts once. 'auto' takes as many as
+    # context and memory allow, up to 4096.
+    ubatch: int | Literal["auto"]
     # Read later projections while earlier ones compute.
     overlap: bool
     # Dense weights: 'anon' (read once, never dropped) or 'mmap' (mapped lazily).

@@ -4,7 +4,7 @@ Other programs need memory, too: the kernel would kill one of them, or swap. So 
 much is free, and the cache gives way and grows again.
 
 The hand-over between threads: the watcher publishes `_published`, one number, computed from what is
-free and from how much the caches hold at that moment (it reads their `used`, one number each, which
+free and from how much memory the models hold for experts at that moment (a few numbers each, which
 their evaluation threads write). The evaluation thread takes it at the beginning of a batch, and it
 alone changes the cache. Neither waits for the other. A model that nobody uses therefore keeps what
 its cache holds.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 
 from routeahead.errors import SettingsError, no_thread
 from routeahead.experts.cache import ExpertCache
@@ -25,7 +26,9 @@ HEADROOM = 256 * MIB
 """Bytes left free: llama.cpp's compute buffers, Python, the kernel; what others take between two
 looks."""
 
-_FIXED_HEADROOM = 64 * MIB  # if the user chose the size
+FIXED_HEADROOM = 64 * MIB
+"""The same if the user chose the cache's size."""
+
 _LOOK_S = 0.25
 _PRESSURE = 10.0  # percent; more means that somebody waits for memory
 # A cache that is resized loses experts, so it follows in steps of this share of what it wants.
@@ -50,6 +53,7 @@ class CacheBudget:
         token: int,
         floor: int,
         beside: int,
+        held: Callable[[], int],
     ) -> None:
         """
         Measures what is free.
@@ -61,19 +65,20 @@ class CacheBudget:
             token: of what one token routes to.
             floor: the cache is never made smaller than this.
             beside: of what stands beside the cache now and then.
+            held: returns bytes of the memory that cache and `beside` have taken; on any thread.
 
         Raises:
             SettingsError: not even one token's experts have room.
         """
-        self._cache, self._beside = cache, beside
-        self._headroom = HEADROOM if size is None else _FIXED_HEADROOM
+        self._cache, self._beside, self._held = cache, beside, held
+        self._headroom = HEADROOM if size is None else FIXED_HEADROOM
         self._wanted = whole if size is None else size
         self._floor = min(floor, self._wanted)
         self._watcher: threading.Thread | None = None
         self._ended = threading.Event()
         room = min(self._share(), available_bytes() - self._headroom - beside)
         if size is None and room < token:
-            others = sum(one._cache.used for one in _all)
+            others = sum(one._held() for one in _all)
             hint = f"; other models of this process hold {others // MIB} MiB" if others else ""
             raise SettingsError(
                 f"{max(0, room) // MIB} MiB are left for the expert cache and one token routes "
@@ -139,7 +144,7 @@ class CacheBudget:
         """
         models = [self, *(one for one in list(_all) if one is not self)]
         room = available_bytes() - self._headroom
-        room += sum(one._cache.used - one._beside for one in models)
+        room += sum(one._held() - one._beside for one in models)
         equal = room // len(models)
         return room - sum(min(one._wanted, equal) for one in models[1:])
 

@@ -21,6 +21,7 @@ from routeahead.engine.policies import Policies
 from routeahead.engine.starved import Starved
 from routeahead.engine.streamed_model import NO_HOOKS, Hooks, Progress, StreamedModel
 from routeahead.engine.turns import TakingTurns
+from routeahead.engine.ubatch import DEFAULT, batch_arguments
 from routeahead.errors import ModelError, RouteAheadError, SettingsError, StreamError, UseError
 from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
@@ -116,6 +117,7 @@ class Llama(TakingTurns):
         self._starved = Starved()
         self.phase: Phase | None = None
         self._evaluating = self._void = False
+        self._prompt_end = 0  # where the prompt that is being evaluated will end
         trained = self.layout.value("context_length")
         if cap_context and trained:
             llama["n_ctx"] = min(llama.get("n_ctx") or int(trained), int(trained))
@@ -235,6 +237,7 @@ class Llama(TakingTurns):
             key = f"{self.layout.arch}.expert_used_count"
             overrides = llama.get("kv_overrides") or {}
             llama["kv_overrides"] = {**overrides, key: self.settings.n_expert_used}
+        llama.update(batch_arguments(llama, self.settings, self.layout))
         path = FileName(self.layout.shards[0].path)
         try:
             with native_log.errors(self.buffers) as reasons:
@@ -253,11 +256,14 @@ class Llama(TakingTurns):
                 ) from error
             reason = reasons[0] if reasons else error
             raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error
+        if not self._logits_all:  # the rows are nobody's, and `save_state` would copy them
+            self.scores = self.scores[:DEFAULT]
         pieces = functools.partial(detokenize, self._model.vocab, self._model.token_bos())
         self._model.detokenize = pieces  # type: ignore[method-assign]
         if self.streamed:
             this = weakref.proxy(self)  # what llama.cpp calls must not keep the model alive
-            self.streamed.start(progress, lambda rows: this._unannounced(rows))  # noqa: PLW0108
+            unannounced = lambda rows: this._unannounced(rows)  # noqa: E731, PLW0108
+            self.streamed.start(progress, unannounced, self.context_params)
             self.layout = self.streamed.layout
         self._plain_decode = self._ctx.decode
         decode = weakref.WeakMethod(self._decode)  # a cycle would outlive `del`
@@ -318,10 +324,11 @@ class Llama(TakingTurns):
             self._undo()
         outer = self.phase
         self.phase = outer or _phase(len(tokens), self.n_tokens)
+        self._prompt_end = self.n_tokens + len(tokens)  # llama-cpp-python cuts it into batches
         try:
             super()._eval(tokens)
         finally:
-            self.phase = outer
+            self.phase, self._prompt_end = outer, 0
 
     @contextlib.contextmanager
     def decoding(self) -> Generator[None]:
@@ -391,7 +398,8 @@ class Llama(TakingTurns):
             if streamed:
                 streamed.adjust()
                 streamed.callback.begin()
-                streamed.stream.begin(phase, self.n_tokens)
+                rows = max(self._prompt_end - self.n_tokens, batch.batch.n_tokens)
+                streamed.stream.begin(phase, self.n_tokens, rows, whole=self._all_output)
             self._plain_decode(batch)
             if streamed:
                 streamed.callback.check()
@@ -434,6 +442,11 @@ class Llama(TakingTurns):
             now.bytes_read, now.reads = source.lanes.bytes_read, source.lanes.reads
             now.hits, now.misses = source.cache.hits, source.cache.misses
         return now
+
+    @property
+    def _all_output(self) -> bool:
+        """Whether each row of a batch has an output, and not the last one alone."""
+        return bool(self._logits_all or self.context_params.embeddings)
 
     @property
     def source(self) -> ExpertSource | None:

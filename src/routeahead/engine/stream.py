@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.engine.policies import Policies
+from routeahead.engine.window import Window
 from routeahead.errors import StreamError
 from routeahead.experts.layout import ExpertTensor
-from routeahead.experts.source import ExpertSource, Load
+from routeahead.experts.load import Load
+from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp.eval_callback import EvalCallback
 from routeahead.llamacpp.router_input import RouterInput
 from routeahead.routing.policy import Routing
@@ -36,6 +38,7 @@ class Stream:
         overlap: bool,
         graph: EvalCallback,
         policies: Policies,
+        window: Window,
         hidden: RouterInput | None = None,
         log: RouteLog | None = None,
     ) -> None:
@@ -45,18 +48,20 @@ class Stream:
         Args:
             tensors: address of an expert tensor's struct → where it lies in the file.
             graph: whose stops these are.
+            window: reads ahead for prompts.
             hidden: where hidden vectors are read; None if no policy wants them.
             log: is told of each routing.
         """
         self.source = source
         self._tensors, self._n_expert = tensors, n_expert
-        self._overlap, self._graph = overlap, graph
+        self._overlap, self._graph, self._window = overlap, graph, window
         self.policies, self._hidden, self._log = policies, hidden, log
         self._watched = bool(policies) or log is not None
         self._load: Load | None = None
         self._routing: Routing | None = None  # of the layer that was routed last, if watched
         self._held = False  # its reads wait until its weights are known
         self._hold = False  # so do those of this batch
+        self._ahead = False  # this batch is a prompt's, and later layers are read for
         self._open = False  # a batch has begun and not ended
         self._order: list[str] = []  # projections as the graph was seen to compute them
         self._known = {tensor.projection for tensor in tensors.values()}
@@ -64,8 +69,11 @@ class Stream:
         self.phase: Phase = "prefill"
         self.mgmt_s = 0.0
 
-    def begin(self, phase: Phase, position: int) -> None:
-        """A batch whose first token stands at `position` is about to be evaluated."""
+    def begin(self, phase: Phase, position: int, rows: int = 0, *, whole: bool = False) -> None:
+        """A batch whose first token stands at `position` is about to be evaluated.
+
+        `rows` and `whole` are as `Window.begin` has them.
+        """
         if self._open:  # nobody announced the end of the batch before, nor its begin
             self.end()
             if self._log:
@@ -76,6 +84,12 @@ class Stream:
         for policy in self.policies.begin:
             policy.begin(phase, position)
         self._hold = any([policy.wants_weights(phase) for policy in self.policies.weighted])
+        # What is dropped is not read, and what is dropped depends on what is here.
+        self._ahead = phase == "prefill" and self._overlap and not self._hold
+        if self._ahead:
+            self._window.begin(rows, whole=whole)
+        else:
+            self.source.finish_ahead()  # of a prompt that was broken off
         if self._hidden:
             wanted = [policy.wants_hidden(phase) for policy in self.policies.wants_hidden]
             self._hidden.begin(reading=any(wanted))
@@ -88,6 +102,8 @@ class Stream:
     def end(self) -> None:
         """The batch was evaluated."""
         self._open = False
+        if self._ahead and self._window.finished():
+            self.source.finish_ahead()
         self.source.cache.hits += self._graph.rested
         for policy in self.policies.end:
             policy.end()
@@ -107,6 +123,8 @@ class Stream:
             self._routing.hidden = None  # the graph reuses its memory from here on
         if not self._held:
             self._provided()
+        if self._ahead:
+            self._window.routed(layer, ids)
         self._account(start, stalled)
         return self._held or self._load is not None
 

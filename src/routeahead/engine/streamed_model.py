@@ -15,12 +15,14 @@ from typing import Any
 import llama_cpp
 
 from routeahead.config import Settings
-from routeahead.engine.budget import CacheBudget
+from routeahead.engine.budget import FIXED_HEADROOM, CacheBudget
 from routeahead.engine.checksums import Checksums, Verified, read_checksums, verify_dense
 from routeahead.engine.fingerprint import fingerprint
 from routeahead.engine.offload import Offload
 from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.stream import Stream
+from routeahead.engine.ubatch import DEFAULT, buffer_bytes
+from routeahead.engine.window import Window
 from routeahead.errors import SettingsError, no_thread
 from routeahead.experts.arena import Arena
 from routeahead.experts.dense import dense_runs, read_dense
@@ -31,11 +33,15 @@ from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp.eval_callback import EvalCallback
 from routeahead.llamacpp.placement import Placement
 from routeahead.llamacpp.router_product import check_width
+from routeahead.machine.memory import available_bytes
 from routeahead.prediction.gates import Gate, check_depth, read_gates
 from routeahead.prediction.ranker import RouterRanker
 from routeahead.routing.policy import Model, Policy, Precision
 from routeahead.telemetry.output_files import check_apart
 from routeahead.telemetry.recorder import NOTHING, Outputs, Recorder
+
+WINDOW = 512 * MIB
+"""Bytes that may be read ahead for a prompt, or those of one layer if it has fewer."""
 
 Progress = Callable[[int, int], None]
 WrapReader = Callable[[Reader], Reader]
@@ -139,10 +145,12 @@ class StreamedModel:
         """The load failed."""
         self._placement.finish(loaded=False)
 
-    def start(self, progress: Progress | None, unannounced: Callable[[int], None]) -> None:
+    def start(
+        self, progress: Progress | None, unannounced: Callable[[int], None], context: Any
+    ) -> None:
         """The model and its context exist: reads the dense weights, starts the lanes.
 
-        `unannounced` is called as `EvalCallback.attach` says.
+        `unannounced` is called as `EvalCallback.attach` says; `context` are its parameters.
 
         Raises:
             ReadError: the dense weights cannot be read.
@@ -172,7 +180,8 @@ class StreamedModel:
             cache_policy=self._settings.cache_policy,
         )
         self._closers.callback(source.close)
-        self.budget = self._make_budget(source)
+        window = self._make_window(source, context)
+        self.budget = self._make_budget(source, window)
         self._closers.callback(self.budget.close)
         source.cache.budget = self.budget.now
         preamble = {**_versions(), "model": str(layout.shards[0].path), **self._settings.as_dict()}
@@ -196,6 +205,7 @@ class StreamedModel:
             overlap=self._settings.overlap,
             graph=self.callback,
             policies=policies,
+            window=window,
             hidden=hidden,
             log=self.recorder.routes,
         )
@@ -208,6 +218,25 @@ class StreamedModel:
             late=not policies and self.recorder.routes is None,
         )
         self.budget.watch()
+
+    def _make_window(self, source: ExpertSource, context: Any) -> Window:
+        layout, given, size = self.layout, self._settings.n_expert_used, self._settings.cache_mb
+        sizes = {tensor.layer: tensor.n_expert for tensor in layout.experts}
+        experts = {n: (sizes[n], given or layout.top_k(n)) for n in layout.moe_layers}
+        flash = context.flash_attn_type != llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+
+        def buffer(rows: int) -> int:
+            """Bytes of compute buffer beyond what any context has."""
+            more, few = (
+                buffer_bytes(layout, n, context.n_ctx, flash_attention=flash)
+                for n in (rows, DEFAULT)
+            )
+            return max(0, more - few)
+
+        room = available_bytes() - layout.layer_bytes() - buffer(context.n_ubatch)
+        spare = room // 8 if size == "auto" else room - size * MIB - FIXED_HEADROOM
+        source.window = max(0, min(layout.layer_bytes(), WINDOW, spare))
+        return Window(source, experts, ubatch=context.n_ubatch, buffer=buffer)
 
     def _make_policies(self, source: ExpertSource) -> Policies:
         layout, layers = self.layout, self.layout.moe_layers
@@ -228,7 +257,7 @@ class StreamedModel:
             with self.layout.shards[shard].path.open("rb") as file:
                 self.arena.map_file(shard, start, end, file.fileno())
 
-    def _make_budget(self, source: ExpertSource) -> CacheBudget:
+    def _make_budget(self, source: ExpertSource, window: Window) -> CacheBudget:
         """Dense weights, KV cache and context exist by now: what is free is free for experts."""
         layout, settings, size = self.layout, self._settings, self._settings.cache_mb
         least = layout.token_bytes(settings.n_expert_used)
@@ -238,7 +267,8 @@ class StreamedModel:
                 f"{-(-least // MIB)}, or 0 for none, or force it with force_cache"
             )
         # A prompt may take one layer beyond the budget; so may what is read before its layer asks.
-        # Who chooses a size has chosen that, too.
+        # Who chooses a size has chosen that, too, but not what is read ahead for prompts, nor their
+        # compute buffer.
         ahead = settings.route_ahead or settings.prefetch or int(settings.predict_prefetch)
         early = min(ahead, len(layout.moe_layers)) * self._top_k * layout.largest_expert()
         return CacheBudget(
@@ -247,7 +277,10 @@ class StreamedModel:
             whole=layout.expert_bytes,
             token=least,
             floor=max(least, (settings.cache_floor_mb or 0) * MIB),
-            beside=layout.layer_bytes() + early if size == "auto" else 0,
+            beside=source.window
+            + window.buffer(window.ubatch)
+            + (layout.layer_bytes() + early if size == "auto" else 0),
+            held=lambda: source.held + window.buffer(window.most),
         )
 
     def adjust(self) -> None:

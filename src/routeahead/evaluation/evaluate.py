@@ -25,6 +25,7 @@ import numpy as np
 
 from routeahead.cluster import Cluster
 from routeahead.engine.llama import Llama
+from routeahead.engine.ubatch import DEFAULT
 from routeahead.errors import RouteAheadError, SettingsError
 from routeahead.evaluation import corpus, grading
 from routeahead.evaluation.corpus import Chunk, Piece, Vocabulary
@@ -114,7 +115,9 @@ class Loading:
                 f"resident, the model takes {file_bytes // MIB} MiB and {free // MIB} are "
                 "free: stream it losslessly, as with --baseline '--cache-mb auto'"
             )
-        return Llama(self.model, n_ctx=self.context, n_threads=self.threads, **self.kwargs)
+        # Of the ubatch depends in which order a prompt's numbers are added: one for all.
+        common = {"n_ctx": self.context, "n_threads": self.threads, "ubatch": DEFAULT}
+        return Llama(self.model, **{**common, **self.kwargs})
 
 
 class Evaluation:

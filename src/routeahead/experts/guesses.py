@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from routeahead.experts.lanes import Read
+from routeahead.experts.lanes import Read, Ticket
+from routeahead.experts.load import Prefetch
 
 
 @dataclass
@@ -22,11 +23,15 @@ class Guess:
 
     Attributes:
         reads: one a projection, each with a ticket of its own.
+        counts: where it is counted.
+        ahead: it is for a prompt's layer, which is expected to use nearly all of its experts.
         revoked: those of them that were taken back from the lanes' queue, unread.
         wanted: its layer has not asked for its experts yet.
     """
 
     reads: Sequence[Read]
+    counts: Prefetch
+    ahead: bool = False
     revoked: list[Read] = field(default_factory=list)
     wanted: bool = True
 
@@ -60,6 +65,9 @@ class Guesses:
     def __bool__(self) -> bool:
         return bool(self._guesses)
 
+    def __len__(self) -> int:
+        return len(self._guesses)
+
     def get(self, layer: int, expert: int) -> Guess | None:
         return self._guesses.get((layer, expert))
 
@@ -74,17 +82,28 @@ class Guesses:
         for read in reads:
             self._guesses[read.slice.tensor.layer, read.slice.expert].revoked.append(read)
 
-    def pass_by(self, layer: int) -> int:
-        """Marks what is left of a layer's guesses as useless, once it has its experts.
-
-        Returns how many of them a lane had begun.
-        """
-        begun = 0
+    def pass_by(self, layer: int) -> None:
+        """Marks what is left of a layer's guesses as useless, once it has its experts."""
         for (at, _), guess in self._guesses.items():
             if at == layer and guess.wanted:
                 guess.wanted = False
-                begun += guess.begun
-        return begun
+                guess.counts.completed += guess.begun
+
+    def any_ahead(self) -> bool:
+        return any(guess.ahead for guess in self._guesses.values())
+
+    def abandon(self, layer: int | None) -> list[Ticket]:
+        """Marks all guesses of a layer as useless, or (None) all that were read ahead.
+
+        Returns what to wait for until they are at rest.
+        """
+        gone = [
+            g for (at, _), g in self._guesses.items() if at == layer or (layer is None and g.ahead)
+        ]
+        for guess in gone:
+            guess.counts.completed += guess.wanted and guess.begun
+            guess.wanted = False
+        return [read.ticket for guess in gone for read in guess.reads if read not in guess.revoked]
 
     def sweep(self) -> list[tuple[int, int]]:
         """Forgets guesses that are useless and at rest; returns their (layer, expert) keys."""

@@ -10,10 +10,11 @@ Hand-overs between threads:
 * Queues are `deque`s: `append` and `popleft` are atomic. Every submission is followed by wake-up
   tokens, at most one a lane, and a lane that wakes empties the queues, so that no read is left in
   one.
-* Three queues: *demand* (a layer waits) is served before *committed* (a later layer will certainly
-  use it), and that before *speculative* (a guess). The evaluation thread alone adds to them, and
-  takes a layer's committed reads (`adopt`) or all speculative ones (`revoke`) back out, while lanes
-  take from the front too: whoever pops a read owns it.
+* Four queues: *demand* (a layer waits) is served before *committed* (a later layer will certainly
+  use it), that before *ahead* (a later layer of a prompt, whose rows together use nearly all
+  experts), and that before *speculative* (a guess). The evaluation thread alone adds to them, and
+  takes a layer's committed reads (`adopt`) or all of the last two kinds (`revoke`) back out, while
+  lanes take from the front too: whoever pops a read owns it.
 * `drain` returns when every lane is at rest. A lane takes reads from the queues and runs them while
   it holds its *desk* lock. `drain` empties the queues and then takes each desk once: after that no
   lane is in a read, and none begins one, because only the evaluation thread submits any. A signal
@@ -40,7 +41,8 @@ from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.reader import Reader, read_whole
 from routeahead.experts.slots import Place, Pool, Slots
 
-Kind = Literal["demand", "committed", "speculative"]
+Kind = Literal["demand", "committed", "ahead", "speculative"]
+GUESSED: tuple[Kind, Kind] = ("ahead", "speculative")
 
 
 class Ticket:
@@ -100,7 +102,7 @@ class Read:
     Attributes:
         ticket: who waits for it.
         kind: "demand" if a layer waits for it, "committed" if a later layer will certainly use it,
-            "speculative" if one may.
+            "ahead" if one of a prompt's is expected to, "speculative" if one may.
     """
 
     __slots__ = ("kind", "slice", "ticket")
@@ -134,7 +136,7 @@ class Lanes:
     def __init__(self, count: int, reader: Reader, slots: Slots) -> None:
         self._reader, self._slots = reader, slots
         self._queues: dict[Kind, deque[Read]] = {
-            "demand": deque(), "committed": deque(), "speculative": deque(),
+            "demand": deque(), "committed": deque(), "ahead": deque(), "speculative": deque(),
         }  # fmt: skip
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._ledger = threading.Lock()
@@ -142,6 +144,7 @@ class Lanes:
         self._busy = [0.0] * count  # seconds; entry i is written by lane i alone
         self._bytes = [0] * count
         self._early_bytes = [0] * count
+        self._ahead_bytes = [0] * count
         self._reads = [0] * count
         self.records: list[ReadRecord] | None = None  # of reads that have ended, for a trace
         self._alive = 0  # lanes that serve; changed under `_ledger`
@@ -166,6 +169,11 @@ class Lanes:
     def early_bytes(self) -> int:
         """The part of `bytes_read` that was committed or speculative."""
         return sum(self._early_bytes)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """The part of `bytes_read` that a prompt's layers had read before they asked."""
+        return sum(self._ahead_bytes)
 
     @property
     def reads(self) -> int:
@@ -195,10 +203,11 @@ class Lanes:
         return adopted
 
     def revoke(self) -> list[Read]:
-        """Takes back every speculative read that no lane has begun."""
+        """Takes back every guess ("ahead" and "speculative") that no lane has begun."""
         revoked: list[Read] = []
-        while read := _pop(self._queues["speculative"]):
-            revoked.append(read)
+        for kind in GUESSED:
+            while read := _pop(self._queues[kind]):
+                revoked.append(read)
         return revoked
 
     def cancel(self) -> None:
@@ -294,7 +303,10 @@ class Lanes:
                 address = Pages.of(view).address
                 ctypes.memmove(address, address + shift, tensor.expert_bytes)
             self._bytes[lane] += got
-            self._early_bytes[lane] += got if read.kind != "demand" else 0
+            if read.kind == "ahead":
+                self._ahead_bytes[lane] += got
+            elif read.kind != "demand":
+                self._early_bytes[lane] += got
             self._reads[lane] += 1
         except ReadError as caught:
             error = ReadError(f"{read}: {caught}")

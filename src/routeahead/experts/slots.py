@@ -67,11 +67,19 @@ class Pool:
     def __init__(self, memory: memoryview, address: int, stride: int) -> None:
         self._memory, self.address, self.stride = memory, address, stride
         self._free: list[int] = []
+        self._empty: set[int] = set()  # those of them that have no memory
         self.count = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory that its slots have. May be called on any thread."""
+        return (self.count - len(self._empty)) * self.stride
 
     def take(self) -> int:
         if self._free:
-            return heapq.heappop(self._free)
+            slot = heapq.heappop(self._free)
+            self._empty.discard(slot)
+            return slot
         self.count += 1
         return self.count - 1
 
@@ -84,7 +92,7 @@ class Pool:
         while self.count - 1 in free:
             self.count -= 1
             free.remove(self.count)
-        self._free = sorted(free)
+        self._free, self._empty = sorted(free), self._empty & free
         first, last = (-(-n * self.stride // HUGE) * HUGE for n in (self.count, before))
         release(Pages(self.address + first, last - first))
 
@@ -94,6 +102,7 @@ class Pool:
         self.shrink()
         for slot in self._free:
             release(self.pages(slot))
+        self._empty = set(self._free)
 
     def pages(self, slot: int) -> Pages:
         return Pages(self.address + slot * self.stride, self.stride)

@@ -6,72 +6,24 @@ them). It knows layers, experts and projections; it does not know what a router 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from routeahead.errors import ReadError
 from routeahead.experts.cache import ExpertCache
 from routeahead.experts.eviction import eviction
 from routeahead.experts.guesses import Guess, Guesses
 from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
 from routeahead.experts.layout import ModelLayout
+from routeahead.experts.load import Load, Prefetch
 from routeahead.experts.reader import Reader
 from routeahead.experts.slots import Place, Pool, Slots
 from routeahead.types import CachePolicy, Ids
-
-
-@dataclass
-class Load:
-    """A layer's reads in flight: one ticket a projection.
-
-    Attributes:
-        experts: what is being read.
-        tickets: projection → its reads; a projection that is absent has nothing to wait for.
-        adopted: reads of the layer that were begun before it asked.
-    """
-
-    layer: int
-    experts: Sequence[int]
-    tickets: dict[str, Ticket] = field(default_factory=dict)
-    adopted: list[Load] = field(default_factory=list)
-
-    def done(self) -> bool:
-        return all(ticket.done for ticket in self.tickets.values()) and all(
-            load.done() for load in self.adopted
-        )
-
-    def failed(self) -> bool:
-        return any(ticket.error for ticket in self.tickets.values())
-
-    def wait(self, projection: str | None) -> None:
-        """Blocks until the reads of `projection` (None: of all) have settled.
-
-        Raises:
-            ReadError: one of them failed.
-        """
-        for name, ticket in self.tickets.items():
-            if projection in (None, name):
-                ticket.wait()
-
-
-@dataclass
-class Prefetch:
-    """Experts read before their layer asked. Each is all of its projections.
-
-    Attributes:
-        issued: queued early, because they were absent.
-        completed: read, or being read, when their layer came; the others were taken back before
-            a lane had begun them (guesses), or thrown away by a fault.
-        useful: used by it.
-    """
-
-    issued: int = 0
-    completed: int = 0
-    useful: int = 0
-
 
 Bind = Callable[[str, int, int, int], None]
 """(expert tensor's name, address of its slice in slot 0, bytes from one slot to the next, number of
@@ -103,6 +55,8 @@ class ExpertSource:
         stall_s: seconds the evaluation thread waited for bytes.
         adopt_s: the part of it that was spent on reads begun early.
         prefetch: counts of those reads.
+        ahead: counts of what was read ahead for the later layers of prompts.
+        window: bytes that those may take beside the cache.
         settled: (layers, n_expert), if all experts fit: which of them have been used with no read
             in flight, so that they are here for good. None if they do not all fit. With all of
             them here, each has the slot of its own number.
@@ -133,7 +87,8 @@ class ExpertSource:
         self._early: dict[int, Load] = {}  # by layer, from `read_early` until the layer asks
         self._guesses = Guesses()
         self._void = False  # a fault's traces have not been removed yet
-        self.prefetch = Prefetch()
+        self.prefetch, self.ahead = Prefetch(), Prefetch()
+        self.window = 0
         self.stall_s = self.adopt_s = 0.0
 
     def begin(self) -> None:
@@ -150,6 +105,13 @@ class ExpertSource:
         self._laid_out = budget
         for pool, _ in self._pools:
             pool.give_back()
+
+    @property
+    def held(self) -> int:
+        """Bytes of memory that slots have, in use or free. May be called on any thread."""
+        if self.settled is not None:
+            return self.cache.used + len(self._guesses) * self._layout.largest_expert()
+        return sum(pool.held for pool, _ in self._pools)
 
     @property
     def slot_range(self) -> tuple[int, int]:
@@ -184,23 +146,42 @@ class ExpertSource:
         if outcome.victims:
             self._give(outcome.victims)
         early = self._early.pop(layer, None) if self._early else None
-        if early:
-            return self._adopt(early, experts, outcome.misses)
-        if self._guesses:
-            return self._redeem(layer, outcome.misses)
-        if self.settled is not None:
+        if self.settled is not None and not early:
             self.settled[layer, list(set(experts).difference(outcome.misses))] = True
+        if early or self._guesses:
+            return self._take_over(layer, experts, outcome.misses, early)
         if not outcome.misses:
             return None
         load, reads = self._prepare(layer, outcome.misses)
         self.lanes.submit(reads)
         return load
 
+    def _take_over(
+        self, layer: int, experts: Sequence[int], misses: list[int], early: Load | None
+    ) -> Load | None:
+        """The layer has come to reads that were begun before it asked. Those that no lane has begun
+        go to the front, with what else it needs; those in flight are waited for."""
+        adopted: list[Load] = []
+        reads: list[Read] = []
+        if early:
+            reads += self._adopt(early, experts, adopted)
+        if self._guesses:
+            misses, revoked = self._redeem(layer, misses, adopted)
+            reads += revoked
+        if not misses and not adopted:
+            return None
+        load, more = self._prepare(layer, misses)
+        load.adopted = adopted
+        self._submit_in_order(reads + more)
+        return load
+
     def resident(self, layer: int, expert: int) -> bool:
         """Whether using the expert causes no read: it is in the cache, which has what a committed
-        read is bringing, or a guess of it has landed."""
+        read is bringing, or a guess of it has landed. What is read ahead for a prompt does not
+        count, or what a policy makes of a prompt would depend on how fast the disk is."""
         guess = self._guesses.get(layer, expert) if self._guesses else None
-        return (layer, expert) in self.cache or (guess is not None and guess.landed)
+        landed = guess is not None and not guess.ahead and guess.landed
+        return (layer, expert) in self.cache or landed
 
     def read_early(self, layer: int, experts: Sequence[int]) -> None:
         """Reads what a later `layer` will certainly use, and keeps all of it until then.
@@ -214,6 +195,8 @@ class ExpertSource:
             self.recover()
         misses = self.cache.admit_early(layer, experts)
         if misses:
+            if self._guesses:  # an expert has one slot: who reads into it must be one
+                self._abandon(layer)
             self._early[layer], reads = self._prepare(layer, misses, "committed")
             self.prefetch.issued += len(misses)
             self.lanes.submit(reads, "committed")
@@ -228,63 +211,105 @@ class ExpertSource:
         if self._laid_out != self.cache.budget:
             self.recover()
         absent = [e for e in experts if (layer, e) not in self.cache][:limit]
+        self._guess(layer, absent, "speculative", self.prefetch)
+
+    def read_ahead(self, layer: int, experts: Sequence[int]) -> bool:
+        """Reads what a later `layer` of a prompt is expected to use, as far as `window` has room.
+
+        It is beside the cache until its layer asks, as any guess is; `finish_ahead` ends it.
+
+        Args:
+            experts: likeliest first.
+
+        Returns whether there was room for all of them.
+        """
+        absent = [e for e in experts if (layer, e) not in self.cache]
+        room = max(0, self.window // self._layout.largest_expert() - len(self._guesses))
+        known = [e for e in absent if self._guesses.get(layer, e)]
+        new = [e for e in absent if not self._guesses.get(layer, e)]
+        self._guess(layer, known + new[:room], "ahead", self.ahead)
+        return len(new) <= room
+
+    def finish_ahead(self) -> None:
+        """The prompt is over: nothing more is read ahead for it, and what has been and was not used
+        is forgotten.
+
+        Waits for reads in flight, so that the next batch begins with none.
+        """
+        if self._guesses.any_ahead():
+            self._abandon(None)
+
+    def _abandon(self, layer: int | None) -> None:
+        """Forgets the guesses of a layer, or (None) all that were read ahead."""
+        self._guesses.revoke(self.lanes.revoke())
+        start = time.perf_counter()
+        for ticket in self._guesses.abandon(layer):
+            with contextlib.suppress(ReadError):  # nobody uses the bytes
+                ticket.wait()
+        self.stall_s += time.perf_counter() - start
+        self._give(self._guesses.sweep())
+
+    def _guess(self, layer: int, absent: Sequence[int], kind: Kind, counts: Prefetch) -> None:
         reads: list[Read] = []
         for expert in absent:
             known = self._guesses.get(layer, expert)
             if known:  # it was taken back, or it was for the token before, and in flight
-                self.prefetch.issued += not known.wanted
-                known.wanted = True
-                reads += known.take_revoked()
+                if not known.wanted:
+                    known.wanted, known.counts = True, counts
+                    counts.issued += 1
+                for read in known.take_revoked():
+                    read.kind = kind
+                    reads.append(read)
                 continue
             of, slot = self._layers[layer], self._slot(layer, expert)
             slices = [Slice(place, expert, of.pool, slot) for place in of.places]
-            made = [Read(one, Ticket(1), "speculative") for one in slices]
-            self._guesses.add(layer, expert, Guess(made))
-            self.prefetch.issued += 1
+            made = [Read(one, Ticket(1), kind) for one in slices]
+            self._guesses.add(layer, expert, Guess(made, counts, ahead=kind == "ahead"))
+            counts.issued += 1
             reads += made
         if reads:
-            self.lanes.submit(reads, "speculative")
+            self.lanes.submit(reads, kind)
 
     def protect(self, layer: int, experts: Sequence[int]) -> None:
         """Keeps what is resident of the `experts` of a later layer until it has been there."""
         self.cache.protect(layer, experts)
 
-    def _redeem(self, layer: int, misses: Sequence[int]) -> Load | None:
+    def _redeem(
+        self, layer: int, misses: Sequence[int], adopted: list[Load]
+    ) -> tuple[list[int], list[Read]]:
         """The layer has come to what was guessed for it, right or wrong.
 
         All guesses that no lane has begun are taken back from the queue; those that may still be
         of use are guessed again once the layer has its own.
+
+        Returns the misses that are still to be read, and what remains of guesses that are used.
         """
         self._guesses.revoke(self.lanes.revoke())
         found = {e: guess for e in misses if (guess := self._guesses.pop(layer, e)) and guess.begun}
-        self.prefetch.completed += len(found) + self._guesses.pass_by(layer)
-        self.prefetch.useful += len(found)
+        for guess in found.values():
+            guess.counts.completed += 1
+            guess.counts.useful += 1
+        self._guesses.pass_by(layer)
         self._give(self._guesses.sweep())
-        missing = [guess for guess in found.values() if not guess.landed]
-        absent = [expert for expert in misses if expert not in found]
-        if not absent and not missing:
-            return None
-        load, reads = self._prepare(layer, absent)
-        for guess in missing:
+        reads: list[Read] = []
+        for guess in found.values():
+            if guess.landed:
+                continue
             tickets = {read.slice.tensor.projection: read.ticket for read in guess.reads}
-            load.adopted.append(Load(layer, (), tickets))
+            adopted.append(Load(layer, (), tickets))
             for read in guess.take_revoked():
                 read.kind = "demand"  # it begins because the layer waits
                 reads.append(read)
-        self._submit_in_order(reads)
-        return load
+        return [expert for expert in misses if expert not in found], reads
 
-    def _adopt(self, early: Load, experts: Sequence[int], misses: Sequence[int]) -> Load | None:
-        """The layer has come to the reads that were begun early for it: those that no lane has
-        begun go to the front, with what else it needs; those in flight are waited for."""
+    def _adopt(self, early: Load, experts: Sequence[int], adopted: list[Load]) -> list[Read]:
+        """The layer has come to what was read for it as certain; returns what no lane has begun."""
         self.prefetch.completed += len(early.experts)
         self.prefetch.useful += len(set(early.experts).intersection(experts))
-        if early.done() and not misses and not early.failed():
-            return None
-        load, reads = self._prepare(early.layer, misses)
-        load.adopted.append(early)
-        self._submit_in_order(self.lanes.adopt(early.layer) + reads)
-        return load
+        if early.done() and not early.failed():
+            return []
+        adopted.append(early)
+        return self.lanes.adopt(early.layer)
 
     def _submit_in_order(self, reads: list[Read]) -> None:
         """A layer waits for these: first what it computes with first."""
@@ -322,10 +347,11 @@ class ExpertSource:
     def _make_room(self, pool: Pool) -> None:
         """If a prompt makes a pool grow beyond its part of the cache, the others give back what
         an earlier layer of it made them take: one layer's experts may stand beside the cache.
-        What is read early may as well, and its slots are not given back to be taken again."""
+        What is read early or ahead may as well, and its slots are not given back to be taken
+        again."""
         held = sum(one.count * one.stride for one, _ in self._pools)
         beside = self._token_bytes if self.prefetch.issued else 0
-        if held > self.cache.budget + self._layer_bytes + beside:
+        if held > self.cache.budget + self._layer_bytes + self.window + beside:
             for one, _ in self._pools:
                 if one is not pool:
                     one.shrink()

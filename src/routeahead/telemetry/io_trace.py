@@ -21,7 +21,7 @@ COLUMNS: Mapping[str, str] = {
     "step": "int64",  # batches evaluated before
     "phase": "string",
     "lane": "int64",
-    "kind": "string",  # demand, committed, speculative
+    "kind": "string",  # demand, committed, ahead, speculative
     "layer": "int64",
     "expert": "int64",
     "projection": "string",
@@ -153,9 +153,12 @@ def _redundancy(
     return again / total if total else 0.0
 
 
+_EARLY = ("committed", "speculative")
+
+
 def _early_again(
     slices: Sequence[Any], steps: npt.NDArray[np.int64], kinds: npt.NDArray[np.str_]
 ) -> int:
     reads = list(zip(steps.tolist(), slices, kinds.tolist(), strict=True))
-    early = {(step, key) for step, key, kind in reads if kind != "demand"}
+    early = {(step, key) for step, key, kind in reads if kind in _EARLY}
     return sum(kind == "demand" and (step, key) in early for step, key, kind in reads)

@@ -1,0 +1,58 @@
+"""What is on its way into memory for a layer, and what became of reads that began early."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from routeahead.experts.lanes import Ticket
+
+
+@dataclass
+class Load:
+    """A layer's reads in flight: one ticket a projection.
+
+    Attributes:
+        experts: what is being read.
+        tickets: projection → its reads; a projection that is absent has nothing to wait for.
+        adopted: reads of the layer that were begun before it asked.
+    """
+
+    layer: int
+    experts: Sequence[int]
+    tickets: dict[str, Ticket] = field(default_factory=dict)
+    adopted: list[Load] = field(default_factory=list)
+
+    def done(self) -> bool:
+        return all(ticket.done for ticket in self.tickets.values()) and all(
+            load.done() for load in self.adopted
+        )
+
+    def failed(self) -> bool:
+        return any(ticket.error for ticket in self.tickets.values())
+
+    def wait(self, projection: str | None) -> None:
+        """Blocks until the reads of `projection` (None: of all) have settled.
+
+        Raises:
+            ReadError: one of them failed.
+        """
+        for name, ticket in self.tickets.items():
+            if projection in (None, name):
+                ticket.wait()
+
+
+@dataclass
+class Prefetch:
+    """Experts read before their layer asked. Each is all of its projections.
+
+    Attributes:
+        issued: queued early, because they were absent.
+        completed: read, or being read, when their layer came; the others were taken back before
+            a lane had begun them (guesses), or thrown away by a fault.
+        useful: used by it.
+    """
+
+    issued: int = 0
+    completed: int = 0
+    useful: int = 0
