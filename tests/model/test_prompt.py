@@ -295,15 +295,48 @@ def test_a_certain_read_of_what_is_being_read_ahead(held: tuple[Llama, Held]) ->
     timer.join()
 
 
+class Slow:
+    """Takes its time for the slices of one expert of one layer."""
+
+    def __init__(self, inner: Reader) -> None:
+        self._inner, self.slices = inner, list[tuple[int, int]]()
+
+    def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
+        if any(offset + need == end for _, end in self.slices):
+            time.sleep(1)
+        return self._inner.read(shard, offset, view, need)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 def test_no_read_outlives_its_prompt(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many are for experts that are not used, and take long."""
-    monkeypatch.setattr(Usage, "likely", lambda self, rows: list(range(16)))
-    wrap = functools.partial(Delayed, longest_s=0.02)
-    llm = with_budget(load, NAME, 0, io_threads=4, wrap_reader=wrap)
-    for seed in range(6):
-        llm.reset()
-        llm.eval(prompts(seed)[0][0][:3])
-        assert not llm.source._guesses and llm.counters.prefill.reads == llm.source.lanes.reads
+    """One that is not used, and slow: its bytes are the prompt's, and decoding begins with none."""
+    made: list[Slow] = []
+
+    def wrap(inner: Reader) -> Reader:
+        made.append(Slow(inner))
+        return made[0]
+
+    llm = with_budget(load, NAME, 0, wrap_reader=wrap)
+    window, layer, used = llm.streamed.stream._window, llm.layout.moe_layers[-2], set[int]()
+    routed = window.routed
+
+    def note(at: int, ids: np.ndarray) -> None:
+        used.update(ids.ravel().tolist() if at == layer else ())
+        routed(at, ids)
+        while at < layer and llm.source.lanes._queues["ahead"]:
+            time.sleep(0.001)  # a lane begins it
+
+    window.routed = note  # type: ignore[method-assign]
+    llm.eval(prompts(1)[0][0][:3])
+    unused = min(set(range(16)) - used)
+    made[0].slices = [t.slice_of(unused) for t in llm.layout.experts if t.layer == layer]
+    monkeypatch.setattr(window._usage[layer], "likely", lambda rows: [unused])
+    llm.reset()
+    llm.eval(prompts(1)[0][0][:3])
+    assert not llm.source._guesses
+    assert llm.source.lanes.reads == llm.counters.prefill.reads
     assert llm.source.ahead.completed > llm.source.ahead.useful
 
 
@@ -369,7 +402,6 @@ def test_a_prompt_that_is_broken_off(load: Load, expected: Expected) -> None:
     llm._run = run  # type: ignore[method-assign]
     llm.phase = "decode"
     llm.eval([7])
-    assert not llm.source._guesses
     llm.phase = None
     assert_same(llm, expected(NAME))
 

@@ -88,8 +88,6 @@ class Stream:
         self._ahead = phase == "prefill" and self._overlap and not self._hold
         if self._ahead:
             self._window.begin(rows, whole=whole)
-        else:
-            self.source.finish_ahead()  # of a prompt that was broken off
         if self._hidden:
             wanted = [policy.wants_hidden(phase) for policy in self.policies.wants_hidden]
             self._hidden.begin(reading=any(wanted))
