@@ -19,6 +19,7 @@ from typing import Any
 
 from cli_json import cli_json
 
+from routeahead.config import Settings
 from routeahead.experts.layout import MIB
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.replay.eviction import Policy
@@ -87,7 +88,7 @@ def main() -> None:
 def compare(
     trace: RouteTrace, throttle: float, cache_mb: int, machine: Machine, found: Any
 ) -> dict[str, Any]:
-    result = replay(trace, cache_mb * MIB, Policy.LRU)
+    result = replay(trace, cache_mb * MIB, Policy(Settings.cache_policy))
     times = simulate(trace, result.misses_by_batch, machine)
     wall = found["s_per_token"]
     off_wall = times.token_s / wall - 1

@@ -40,7 +40,7 @@ def test_verb_prints_json(big_trace: Path) -> None:
     """
     report = json.loads(invoke(big_trace, "--cache-mb", "27", "--json").stdout)
     assert report == {
-        "policy": "lru",
+        "policy": "decay",
         "cache_mb": 27,
         "tokens": 2,
         "decode_hit_rate": 0.75,
@@ -69,7 +69,7 @@ def test_verb_prints_a_table(big_trace: Path) -> None:
         big_trace, "--cache-mb", "27", "--bandwidth", "1000", "--compute-ms", "5"
     ).stdout
     lines = [" ".join(line.split()) for line in output.splitlines()]
-    assert "cache 27 MiB, lru" in lines
+    assert "cache 27 MiB, decay" in lines
     assert "hit rate 75.0%" in lines
     assert "a token 6.0 MiB" in lines
     assert "compute 10.0 ms" in lines

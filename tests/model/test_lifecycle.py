@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from support.library import CONTEXT, PROMPTS, THREADS, Library, evaluate
-from support.processes import limited
+from support.processes import in_child, limited
 
 from routeahead import Llama, SettingsError, UseError
 from routeahead.experts.reader import Reader
@@ -145,38 +143,6 @@ def test_close_inside_a_call(load: Load, library: Library) -> None:
 
 
 # --- processes ---
-
-
-def in_child(work: Callable[[], object]) -> tuple[int, str]:
-    """Status and output of a forked child that does `work` and then exits as Python does."""
-    receive, send = os.pipe()
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            os.close(receive)
-            try:
-                outcome = repr(work())
-            except BaseException as error:
-                outcome = repr(error)
-            os.write(send, outcome.encode())
-            status = 0
-            import weakref
-
-            weakref.finalize._exitfunc()  # type: ignore[attr-defined]  # what waited for the lanes
-        finally:
-            os._exit(status)
-    os.close(send)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            with os.fdopen(receive, "rb") as pipe:
-                return os.waitstatus_to_exitcode(status), pipe.read().decode()
-        time.sleep(0.02)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -1, "hangs"
 
 
 @pytest.mark.parametrize("settings", [{}, {"route_ahead": 1}], ids=["plain", "route-ahead"])

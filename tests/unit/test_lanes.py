@@ -209,3 +209,78 @@ def test_close_ends_a_lane_that_was_started_twice() -> None:
     assert call_with_limit(lanes.close) and first
     first.join(5)
     assert not first.is_alive()
+
+
+def test_idle_reads_are_served_one_at_a_time_and_last() -> None:
+    """With two lanes: one idle read in flight, and none begins while another kind is."""
+    reader = Gated()
+    lanes = Lanes(2, reader, Slots([]))
+    idle, _ = reads(5, 1, 2, 3, 4, kind="idle")
+    lanes.submit(idle, "idle")
+    reader.begun.acquire()
+    assert not reader.begun.acquire(timeout=0.05)  # the other lane leaves it alone
+    demand, needed = reads(6, 8, 9)
+    lanes.submit(demand)
+    reader.begun.acquire()  # and is there for who asks
+    assert reader.order == [1, 8]
+    reader.allowed.release()
+    reader.begun.acquire()
+    assert reader.order[2] == 9  # whichever read ended
+    for _ in range(2):
+        reader.allowed.release()
+    needed.wait()
+    for _ in range(3):
+        reader.allowed.release()
+    while lanes.idle_queued or lanes.reads < 6:
+        pass
+    assert reader.order == [1, 8, 9, 2, 3, 4]
+    assert lanes.idle_bytes == 4 * BLOCK and lanes.early_bytes == 0
+    lanes.close()
+
+
+def test_an_idle_read_has_one_owner() -> None:
+    """Taken back while lanes take them: each is read once or never, and whoever has it knows."""
+    lanes = Lanes(3, Instant(), Slots([]))
+    for _ in range(200):
+        idle, _ = reads(5, *range(8), kind="idle")
+        tickets = [Ticket(1) for _ in idle]
+        for read, ticket in zip(idle, tickets, strict=True):
+            read.ticket = ticket
+        lanes.submit(idle, "idle")
+        mine = [read for read in reversed(idle) if read.claim()]
+        before = lanes.reads
+        for read, ticket in zip(idle, tickets, strict=True):
+            if read not in mine:
+                ticket.wait()
+            else:
+                assert not ticket.done
+        assert lanes.reads >= before
+    lanes.close()
+    assert not lanes.idle_queued
+
+
+def test_no_idle_read_is_forgotten_beside_demand() -> None:
+    """Both kinds come in at once, over and over: all end without another wake-up."""
+    lanes = Lanes(2, Instant(), Slots([]))
+    for _ in range(300):
+        idle, done = reads(5, 1, 2, kind="idle")
+        demand, needed = reads(6, 3, 4, 5)
+        lanes.submit(idle, "idle")
+        lanes.submit(demand)
+        assert call_with_limit(needed.wait) and call_with_limit(done.wait)
+    lanes.close()
+
+
+def test_cancel_settles_idle_reads_that_are_queued() -> None:
+    reader = Gated()
+    lanes = Lanes(1, reader, Slots([]))
+    idle, ticket = reads(5, 1, 2, 3, kind="idle")
+    lanes.submit(idle, "idle")
+    reader.begun.acquire()
+    assert idle[2].claim()
+    lanes.cancel()
+    reader.allowed.release()
+    while ticket.remaining > 1:
+        pass
+    assert ticket.error and reader.order == [1]  # the third is its owner's
+    lanes.close()

@@ -11,12 +11,15 @@ import typer
 
 from routeahead.cli import options
 from routeahead.cli.terminal import print_facts, size
+from routeahead.config import Settings
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import MIB
 from routeahead.replay.eviction import Policy
 from routeahead.replay.hits import replay as replay_trace
 from routeahead.replay.time_model import Machine, simulate
 from routeahead.telemetry.route_trace import read_trace
+
+ENGINES = Policy(Settings.cache_policy)  # what a run evicts by, unless told otherwise
 
 
 def _machine_option(text: str, *names: str, default: str | bool = False) -> Any:
@@ -65,7 +68,7 @@ def replay(
             show_default=False,
         ),
     ],
-    policy: Annotated[Policy, typer.Option(help="Which experts are evicted.")] = Policy.LRU,
+    policy: Annotated[Policy, typer.Option(help="Which experts are evicted.")] = ENGINES,
     layers: Annotated[
         int | None,
         typer.Option(min=1, help="Replay the first MoE layers only.", show_default="all"),

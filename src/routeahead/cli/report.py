@@ -17,6 +17,7 @@ def counters(llm: Llama, first_token_s: float, total_s: float) -> dict[str, floa
     decode, prefill = llm.counters.decode, llm.counters.prefill
     cache = llm.source.cache if llm.source else None
     ahead = llm.source.ahead if llm.source else Prefetch()
+    filled = llm.source.filling.counts if llm.source and llm.source.filling else Prefetch()
     return {
         "bytes_read": prefill.bytes_read + decode.bytes_read,
         "reads": prefill.reads + decode.reads,
@@ -43,6 +44,9 @@ def counters(llm: Llama, first_token_s: float, total_s: float) -> dict[str, floa
         "prefill_compute_s": prefill.compute_s,
         "ahead_bytes": llm.source.lanes.ahead_bytes if llm.source else 0,
         "ahead_unused": ahead.completed - ahead.useful,
+        "filled_bytes": llm.source.lanes.idle_bytes if llm.source else 0,
+        "filled_experts": filled.completed,
+        "filled_used": filled.useful,
         "peak_rss_bytes": peak_rss_bytes(),
     }
 
@@ -117,6 +121,11 @@ def lines(llm: Llama, figures: dict[str, float | int], prompt: int, generated: i
             f"moe-overlap: {'on' if llm.settings.overlap else 'off'}, "
             f"{llm.settings.io_threads} lanes{'' if llm.direct_io else ' (buffered)'}: "
             f"{io_ms:.1f} ms of lane time a token, at least {hidden:.1f} ms hidden"
+        )
+    if source.filling:
+        found.append(
+            f"moe-fill: {source.lanes.idle_bytes // MIB} MiB read by idle lanes; "
+            f"{figures['filled_used']}/{figures['filled_experts']} experts used"
         )
     return [*found, *llm.policies.lines(decode), *_early_lines(source, llm.policies.reads_early)]
 

@@ -54,6 +54,7 @@ class CacheBudget:
         floor: int,
         beside: int,
         held: Callable[[], int],
+        short: Callable[[], None],
     ) -> None:
         """
         Measures what is free.
@@ -66,11 +67,12 @@ class CacheBudget:
             floor: the cache is never made smaller than this.
             beside: of what stands beside the cache now and then.
             held: returns bytes of the memory that cache and `beside` have taken; on any thread.
+            short: called on the watcher's thread if there is less room than the cache was told.
 
         Raises:
             SettingsError: not even one token's experts have room.
         """
-        self._cache, self._beside, self._held = cache, beside, held
+        self._cache, self._beside, self._held, self._short = cache, beside, held, short
         self._headroom = HEADROOM if size is None else FIXED_HEADROOM
         self._wanted = whole if size is None else size
         self._floor = min(floor, self._wanted)
@@ -136,6 +138,8 @@ class CacheBudget:
             if pressure() > _PRESSURE:
                 room = min(room, self._cache.used - self._wanted // _STEP)
             self._published = self._clamp(room)
+            if self._published < self.now:
+                self._short()
 
     def _share(self) -> int:
         """This model's part of what caches may hold: what is free, and what they hold already.

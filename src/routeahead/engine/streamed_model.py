@@ -20,6 +20,7 @@ from routeahead.engine.checksums import Checksums, Verified, read_checksums, ver
 from routeahead.engine.fingerprint import fingerprint
 from routeahead.engine.offload import Offload
 from routeahead.engine.policies import Policies, make_policies
+from routeahead.engine.profile import read_uses, write_uses
 from routeahead.engine.stream import Stream
 from routeahead.engine.ubatch import DEFAULT, buffer_bytes
 from routeahead.engine.window import Window
@@ -217,6 +218,10 @@ class StreamedModel:
             offloaded=self._offload.layers > 0,
             late=not policies and self.recorder.routes is None,
         )
+        if self._settings.fill_cache:
+            uses = read_uses(layout)
+            self._closers.callback(write_uses, layout, uses)
+            source.fill(uses)
         self.budget.watch()
 
     def _make_window(self, source: ExpertSource, context: Any) -> Window:
@@ -281,6 +286,7 @@ class StreamedModel:
             + window.buffer(window.ubatch)
             + (layout.layer_bytes() + early if size == "auto" else 0),
             held=lambda: source.held + window.buffer(window.most),
+            short=source.lanes.pause,
         )
 
     def adjust(self) -> None:

@@ -187,6 +187,21 @@ class ExpertCache:
         part.beside += self._bytes[layer] * len(misses)
         return misses
 
+    def room(self, layer: int) -> int:
+        """How many experts more the layer's part has room for."""
+        part = self._parts[layer]
+        return max(0, part.budget + part.beside - part.used) // self._bytes[layer]
+
+    def fill(self, layer: int, expert: int) -> bool:
+        """Admits an expert that no layer has asked for, if it is absent and nothing has to be
+        evicted for it; returns whether it was admitted. It counts neither as hit nor as miss."""
+        part = self._parts[layer]
+        if not self.room(layer) or (layer, expert) in part.entries:
+            return False
+        part.entries.admit(layer, expert, needed=False)
+        part.used += self._bytes[layer]
+        return True
+
     def protect(self, layer: int, experts: Iterable[int]) -> None:
         """Keeps the cached ones of a later layer's `experts` until the batch after its own."""
         here = {expert: False for expert in experts if (layer, expert) in self}

@@ -70,7 +70,7 @@ class Decay:
         self._count += absent
         return self._found[:absent].tolist()  # type: ignore[no-any-return]
 
-    def admit(self, layer: int, expert: int) -> None:
+    def admit(self, layer: int, expert: int, *, needed: bool = True) -> None:
         line = self._line[layer]
         self._flags[line, expert] |= _HERE
         self._first[line] = _UNKNOWN

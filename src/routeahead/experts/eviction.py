@@ -30,8 +30,12 @@ class Eviction(Protocol):
         """
         ...
 
-    def admit(self, layer: int, expert: int) -> None:
-        """The expert, which was absent, is here before its layer has asked for it."""
+    def admit(self, layer: int, expert: int, *, needed: bool = True) -> None:
+        """The expert, which was absent, is here before its layer has asked for it.
+
+        Args:
+            needed: its layer will certainly ask.
+        """
         ...
 
     def evict(self, excess: int, held: Held, *, keep: bool) -> list[Key]:
@@ -71,8 +75,10 @@ class LRU:
         self._batch = (layer, experts)
         return absent
 
-    def admit(self, layer: int, expert: int) -> None:
+    def admit(self, layer: int, expert: int, *, needed: bool = True) -> None:
         self._entries[layer, expert] = None
+        if not needed:  # older than whatever was used
+            self._entries.move_to_end((layer, expert), last=False)
 
     def evict(self, excess: int, held: Held, *, keep: bool) -> list[Key]:
         layer, batch = self._batch if keep else (-1, ())

@@ -10,11 +10,16 @@ Hand-overs between threads:
 * Queues are `deque`s: `append` and `popleft` are atomic. Every submission is followed by wake-up
   tokens, at most one a lane, and a lane that wakes empties the queues, so that no read is left in
   one.
-* Four queues: *demand* (a layer waits) is served before *committed* (a later layer will certainly
+* Five queues: *demand* (a layer waits) is served before *committed* (a later layer will certainly
   use it), that before *ahead* (a later layer of a prompt, whose rows together use nearly all
   experts), and that before *speculative* (a guess). The evaluation thread alone adds to them, and
   takes a layer's committed reads (`adopt`) or all of the last two kinds (`revoke`) back out, while
   lanes take from the front too: whoever pops a read owns it.
+* The fifth, *idle*, is long, and reads stay in it when the evaluation thread takes them back:
+  whoever *claims* such a read owns it (`experts.filling`). Lanes serve it one at a time, so that a
+  layer that asks meanwhile has the others, and only while none of them serves anything else. No
+  wake-up is lost: a lane that leaves the queue to another one does so because that one is in a
+  read, after which it looks again.
 * `drain` returns when every lane is at rest. A lane takes reads from the queues and runs them while
   it holds its *desk* lock. `drain` empties the queues and then takes each desk once: after that no
   lane is in a read, and none begins one, because only the evaluation thread submits any. A signal
@@ -41,7 +46,7 @@ from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.reader import Reader, read_whole
 from routeahead.experts.slots import Place, Pool, Slots
 
-Kind = Literal["demand", "committed", "ahead", "speculative"]
+Kind = Literal["demand", "committed", "ahead", "speculative", "idle"]
 GUESSED: tuple[Kind, Kind] = ("ahead", "speculative")
 
 
@@ -102,13 +107,23 @@ class Read:
     Attributes:
         ticket: who waits for it.
         kind: "demand" if a layer waits for it, "committed" if a later layer will certainly use it,
-            "ahead" if one of a prompt's is expected to, "speculative" if one may.
+            "ahead" if one of a prompt's is expected to, "speculative" if one may, "idle" if nobody
+            asked.
     """
 
-    __slots__ = ("kind", "slice", "ticket")
+    __slots__ = ("_unclaimed", "kind", "slice", "ticket")
 
     def __init__(self, slice_: Slice, ticket: Ticket, kind: Kind) -> None:
         self.slice, self.ticket, self.kind = slice_, ticket, kind
+        self._unclaimed = [None] if kind == "idle" else []
+
+    def claim(self) -> bool:
+        """Whether an idle read is the caller's from now on: it is for the first one who asks."""
+        try:
+            self._unclaimed.pop()  # atomic
+        except IndexError:
+            return False
+        return True
 
     def __str__(self) -> str:
         tensor = self.slice.tensor
@@ -138,6 +153,10 @@ class Lanes:
         self._queues: dict[Kind, deque[Read]] = {
             "demand": deque(), "committed": deque(), "ahead": deque(), "speculative": deque(),
         }  # fmt: skip
+        self._idle: deque[Read] = deque()
+        self._idle_lane = [None]  # taken out by the lane that serves it
+        self._pressed = [False] * count  # in a read of another kind; entry i is lane i's
+        self.paused = False  # no idle read begins
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._ledger = threading.Lock()
         self._desks = [threading.Lock() for _ in range(count)]
@@ -145,6 +164,7 @@ class Lanes:
         self._bytes = [0] * count
         self._early_bytes = [0] * count
         self._ahead_bytes = [0] * count
+        self._idle_bytes = [0] * count
         self._reads = [0] * count
         self.records: list[ReadRecord] | None = None  # of reads that have ended, for a trace
         self._alive = 0  # lanes that serve; changed under `_ledger`
@@ -176,12 +196,22 @@ class Lanes:
         return sum(self._ahead_bytes)
 
     @property
+    def idle_bytes(self) -> int:
+        """The part of `bytes_read` that nobody had asked for."""
+        return sum(self._idle_bytes)
+
+    @property
+    def idle_queued(self) -> int:
+        """Idle reads in the queue, with those that were taken back. May be called on any thread."""
+        return len(self._idle)
+
+    @property
     def reads(self) -> int:
         return sum(self._reads)
 
     def submit(self, reads: Sequence[Read], kind: Kind = "demand") -> None:
         """Queues reads as `kind`, which may be more urgent than what they were made as."""
-        self._queues[kind].extend(reads)
+        (self._idle if kind == "idle" else self._queues[kind]).extend(reads)
         for _ in range(min(len(reads), len(self._threads))):
             self._wake.put(True)
         if not self._alive:
@@ -215,6 +245,18 @@ class Lanes:
         for queue in self._queues.values():
             while read := _pop(queue):
                 self._settle(read, ReadError(f"{read}: cancelled"))
+        while read := _pop(self._idle):
+            if read.claim():
+                self._settle(read, ReadError(f"{read}: cancelled"))
+
+    def pause(self) -> None:
+        """No idle read begins until `resume`. May be called on any thread."""
+        self.paused = True
+
+    def resume(self) -> None:
+        if self.paused:
+            self.paused = False
+            self._wake.put(True)
 
     def drain(self) -> None:
         """Cancels what no lane has begun and returns when no lane is reading.
@@ -265,10 +307,11 @@ class Lanes:
         try:
             while self._wake.get():
                 with desk:
-                    while read := self._next():
+                    while read := self._next(lane):
                         self._run(lane, read)
             self._wake.put(False)
         except BaseException:
+            self._pressed[lane] = False
             self._wake.put(True)  # what woke this lane is another one's now
             raise
         finally:
@@ -277,10 +320,26 @@ class Lanes:
             if not self._alive:
                 self.cancel()
 
-    def _next(self) -> Read | None:
+    def _next(self, lane: int) -> Read | None:
         for queue in self._queues.values():
             if read := _pop(queue):
+                self._pressed[lane] = True
                 return read
+        self._pressed[lane] = False
+        return self._next_idle() if self._idle and not self.paused else None
+
+    def _next_idle(self) -> Read | None:
+        """The next idle read that nobody has claimed, if this is the lane to serve it."""
+        if any(self._pressed):
+            return None
+        try:
+            self._idle_lane.pop()
+        except IndexError:
+            return None
+        while read := _pop(self._idle):
+            if read.claim():
+                return read
+        self._idle_lane.append(None)
         return None
 
     def _run(self, lane: int, read: Read) -> None:
@@ -288,6 +347,8 @@ class Lanes:
         try:
             error = self._read(lane, read)
         finally:  # whatever happens, or the waiting thread would hang
+            if read.kind == "idle":
+                self._idle_lane.append(None)
             self._settle(read, error)
 
     def _read(self, lane: int, read: Read) -> BaseException | None:
@@ -305,6 +366,8 @@ class Lanes:
             self._bytes[lane] += got
             if read.kind == "ahead":
                 self._ahead_bytes[lane] += got
+            elif read.kind == "idle":
+                self._idle_bytes[lane] += got
             elif read.kind != "demand":
                 self._early_bytes[lane] += got
             self._reads[lane] += 1

@@ -29,7 +29,9 @@ class Load:
         )
 
     def failed(self) -> bool:
-        return any(ticket.error for ticket in self.tickets.values())
+        return any(ticket.error for ticket in self.tickets.values()) or any(
+            load.failed() for load in self.adopted
+        )
 
     def wait(self, projection: str | None) -> None:
         """Blocks until the reads of `projection` (None: of all) have settled.
@@ -37,6 +39,8 @@ class Load:
         Raises:
             ReadError: one of them failed.
         """
+        for load in self.adopted:
+            load.wait(projection)
         for name, ticket in self.tickets.items():
             if projection in (None, name):
                 ticket.wait()

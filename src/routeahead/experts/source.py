@@ -17,12 +17,14 @@ import numpy.typing as npt
 from routeahead.errors import ReadError
 from routeahead.experts.cache import ExpertCache
 from routeahead.experts.eviction import eviction
+from routeahead.experts.filling import Filling
 from routeahead.experts.guesses import Guess, Guesses
 from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
 from routeahead.experts.layout import ModelLayout
 from routeahead.experts.load import Load, Prefetch
 from routeahead.experts.reader import Reader
 from routeahead.experts.slots import Place, Pool, Slots
+from routeahead.experts.uses import Uses
 from routeahead.types import CachePolicy, Ids
 
 Bind = Callable[[str, int, int, int], None]
@@ -90,18 +92,33 @@ class ExpertSource:
         self.prefetch, self.ahead = Prefetch(), Prefetch()
         self.window = 0
         self.stall_s = self.adopt_s = 0.0
+        self.filling: Filling | None = None
+
+    def fill(self, uses: Uses) -> None:
+        """From now on, idle lanes read into the cache while it has room, the most used first."""
+        self.filling = Filling(
+            self.cache, self.lanes, uses, make_reads=self._idle_reads, give=self._give
+        )
+        self.begin()
 
     def begin(self) -> None:
         """Prepares for a batch: completes a `recover` that a second Ctrl-C interrupted."""
         if self._void or self._laid_out != self.cache.budget:
             self.recover()
+        if self.filling:
+            self.filling.begin()
 
     def resize(self, budget: int) -> None:
         """Changes the cache's budget between two batches; what no longer fits is given back."""
         if self._laid_out <= 0 or self.settled is not None:
             self.cache.budget = budget  # the next batch lays the slots out anew, empty
             return
-        self._give(self.cache.resize(budget))
+        if self.filling:
+            self.filling.stop()
+        victims = self.cache.resize(budget)
+        if self.filling:
+            self.filling.evicted(victims)
+        self._give(victims)
         self._laid_out = budget
         for pool, _ in self._pools:
             pool.give_back()
@@ -109,9 +126,15 @@ class ExpertSource:
     @property
     def held(self) -> int:
         """Bytes of memory that slots have, in use or free. May be called on any thread."""
+        planned = unread = 0
+        if self.filling:
+            slices = sum(tensor.n_expert for tensor in self._layout.experts)
+            unread = self.lanes.idle_queued * self._layout.expert_bytes // slices
+            planned = self.filling.planned
         if self.settled is not None:
-            return self.cache.used + len(self._guesses) * self._layout.largest_expert()
-        return sum(pool.held for pool, _ in self._pools)
+            beside = (len(self._guesses) + planned) * self._layout.largest_expert()
+            return self.cache.used + max(0, beside - unread)
+        return max(self.cache.used, sum(pool.held for pool, _ in self._pools) - unread)
 
     @property
     def slot_range(self) -> tuple[int, int]:
@@ -143,13 +166,17 @@ class ExpertSource:
             rows: int32 (rows, top-k), the experts of each row of the batch; None if it has one row.
         """
         outcome = self.cache.lookup(layer, experts, rows)
+        begun: dict[int, Guess] = {}
+        if self.filling:
+            self.filling.evicted(outcome.victims)
+            begun = self.filling.asked(layer, experts, outcome.misses)
         if outcome.victims:
             self._give(outcome.victims)
         early = self._early.pop(layer, None) if self._early else None
         if self.settled is not None and not early:
             self.settled[layer, list(set(experts).difference(outcome.misses))] = True
-        if early or self._guesses:
-            return self._take_over(layer, experts, outcome.misses, early)
+        if early or self._guesses or begun:
+            return self._take_over(layer, experts, outcome.misses, early, begun)
         if not outcome.misses:
             return None
         load, reads = self._prepare(layer, outcome.misses)
@@ -157,7 +184,12 @@ class ExpertSource:
         return load
 
     def _take_over(
-        self, layer: int, experts: Sequence[int], misses: list[int], early: Load | None
+        self,
+        layer: int,
+        experts: Sequence[int],
+        misses: list[int],
+        early: Load | None,
+        begun: dict[int, Guess],
     ) -> Load | None:
         """The layer has come to reads that were begun before it asked. Those that no lane has begun
         go to the front, with what else it needs; those in flight are waited for."""
@@ -166,8 +198,9 @@ class ExpertSource:
         if early:
             reads += self._adopt(early, experts, adopted)
         if self._guesses:
-            misses, revoked = self._redeem(layer, misses, adopted)
-            reads += revoked
+            begun |= self._redeem(layer, misses)
+        reads += self._join(layer, begun, adopted, "demand")
+        misses = [expert for expert in misses if expert not in begun]
         if not misses and not adopted:
             return None
         load, more = self._prepare(layer, misses)
@@ -197,8 +230,12 @@ class ExpertSource:
         if misses:
             if self._guesses:  # an expert has one slot: who reads into it must be one
                 self._abandon(layer)
-            self._early[layer], reads = self._prepare(layer, misses, "committed")
-            self.prefetch.issued += len(misses)
+            begun = self.filling.asked(layer, (), misses) if self.filling else {}
+            absent = [expert for expert in misses if expert not in begun]
+            early, reads = self._prepare(layer, absent, "committed")
+            reads += self._join(layer, begun, early.adopted, "committed")
+            self._early[layer] = early
+            self.prefetch.issued += len(absent)
             self.lanes.submit(reads, "committed")
 
     def guess(self, layer: int, experts: Sequence[int], limit: int | None = None) -> None:
@@ -249,8 +286,19 @@ class ExpertSource:
         self.stall_s += time.perf_counter() - start
         self._give(self._guesses.sweep())
 
+    def _idle_reads(self, layer: int, expert: int) -> list[Read]:
+        return self._reads(layer, expert, "idle")
+
+    def _reads(self, layer: int, expert: int, kind: Kind) -> list[Read]:
+        """All of an expert, each read with a ticket of its own."""
+        of, slot = self._layers[layer], self._slot(layer, expert)
+        slices = [Slice(place, expert, of.pool, slot) for place in of.places]
+        return [Read(one, Ticket(1), kind) for one in slices]
+
     def _guess(self, layer: int, absent: Sequence[int], kind: Kind, counts: Prefetch) -> None:
         reads: list[Read] = []
+        if self.filling:
+            absent = self.filling.release(layer, absent)
         for expert in absent:
             known = self._guesses.get(layer, expert)
             if known:  # it was taken back, or it was for the token before, and in flight
@@ -261,9 +309,7 @@ class ExpertSource:
                     read.kind = kind
                     reads.append(read)
                 continue
-            of, slot = self._layers[layer], self._slot(layer, expert)
-            slices = [Slice(place, expert, of.pool, slot) for place in of.places]
-            made = [Read(one, Ticket(1), kind) for one in slices]
+            made = self._reads(layer, expert, kind)
             self._guesses.add(layer, expert, Guess(made, counts, ahead=kind == "ahead"))
             counts.issued += 1
             reads += made
@@ -274,15 +320,13 @@ class ExpertSource:
         """Keeps what is resident of the `experts` of a later layer until it has been there."""
         self.cache.protect(layer, experts)
 
-    def _redeem(
-        self, layer: int, misses: Sequence[int], adopted: list[Load]
-    ) -> tuple[list[int], list[Read]]:
+    def _redeem(self, layer: int, misses: Sequence[int]) -> dict[int, Guess]:
         """The layer has come to what was guessed for it, right or wrong.
 
         All guesses that no lane has begun are taken back from the queue; those that may still be
         of use are guessed again once the layer has its own.
 
-        Returns the misses that are still to be read, and what remains of guesses that are used.
+        Returns those of the misses that lanes have begun.
         """
         self._guesses.revoke(self.lanes.revoke())
         found = {e: guess for e in misses if (guess := self._guesses.pop(layer, e)) and guess.begun}
@@ -291,16 +335,23 @@ class ExpertSource:
             guess.counts.useful += 1
         self._guesses.pass_by(layer)
         self._give(self._guesses.sweep())
+        return found
+
+    def _join(
+        self, layer: int, begun: dict[int, Guess], adopted: list[Load], kind: Kind
+    ) -> list[Read]:
+        """Adopts what lanes have begun and not ended; returns what no lane has begun of it, as
+        reads of `kind`."""
         reads: list[Read] = []
-        for guess in found.values():
+        for guess in begun.values():
             if guess.landed:
                 continue
             tickets = {read.slice.tensor.projection: read.ticket for read in guess.reads}
             adopted.append(Load(layer, (), tickets))
             for read in guess.take_revoked():
-                read.kind = "demand"  # it begins because the layer waits
+                read.kind = kind  # it begins because the layer needs it
                 reads.append(read)
-        return [expert for expert in misses if expert not in found], reads
+        return reads
 
     def _adopt(self, early: Load, experts: Sequence[int], adopted: list[Load]) -> list[Read]:
         """The layer has come to what was read for it as certain; returns what no lane has begun."""
@@ -436,6 +487,8 @@ class ExpertSource:
         self.lanes.drain()
         self._early.clear()
         self._guesses.clear()
+        if self.filling:
+            self.filling.clear()
         self.cache.clear()
         self._lay_out()
         self._void = False

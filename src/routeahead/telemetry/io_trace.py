@@ -21,7 +21,7 @@ COLUMNS: Mapping[str, str] = {
     "step": "int64",  # batches evaluated before
     "phase": "string",
     "lane": "int64",
-    "kind": "string",  # demand, committed, ahead, speculative
+    "kind": "string",  # demand, committed, ahead, speculative, idle
     "layer": "int64",
     "expert": "int64",
     "projection": "string",

@@ -1,0 +1,101 @@
+"""The first tokens after a cold start, with idle lanes that fill the cache and without.
+
+    python benchmarks/make_model.py MODEL --layers 12
+    python benchmarks/filling.py MODEL --json filling.json
+
+Each run is a process of its own that loads the model with a cache for all experts, rests (a person
+types a prompt), and decodes random tokens, the worst case for a profile. Both ways in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from routeahead import Llama
+from routeahead.bench.statistics import paired_ratio
+from routeahead.experts.layout import MIB
+
+
+def first_tokens(model: Path, options: argparse.Namespace) -> None:
+    """One run: prints what its first tokens took."""
+    llm = Llama(
+        model,
+        n_ctx=512,
+        n_threads=options.threads,
+        cache_mb=options.cache_mb or 1 << 20,
+        fill_cache=options.fill,
+        throttle=options.throttle,
+    )
+    time.sleep(options.pause)
+    tokens = np.random.default_rng(7).integers(3, llm.n_vocab(), options.tokens + 1).tolist()
+    llm.eval(tokens[:1])
+    start = time.perf_counter()
+    with llm.decoding():
+        for token in tokens[1:]:
+            llm.eval([token])
+    seconds = time.perf_counter() - start
+    decode, source = llm.counters.decode, llm.source
+    assert source
+    print(
+        json.dumps(
+            {
+                "s": seconds,
+                "stall_s": decode.stall_s,
+                "mgmt_s": decode.mgmt_s,
+                "load_s": llm.counters.load_s,
+                "mib": decode.bytes_read / MIB,
+                "filled_mib": source.lanes.idle_bytes / MIB,
+                "filled": vars(source.filling.counts) if source.filling else {},
+            }
+        )
+    )
+    llm.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--pauses", type=float, nargs="+", default=[0.0, 4.0], help="seconds")
+    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--throttle", type=float, default=0.0, help="MiB/s")
+    parser.add_argument("--cache-mb", type=int, default=0, help="0: all experts")
+    parser.add_argument("-t", "--threads", type=int, default=None)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--pause", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.pause is not None:
+        first_tokens(options.model, options)
+        return
+    found: dict[str, dict[str, list[dict[str, object]]]] = {}
+    for number in range(options.passes):
+        for pause in options.pauses:
+            for fill in (["--fill"], []) if number % 2 else ([], ["--fill"]):
+                command = [sys.executable, *sys.argv, "--pause", str(pause), *fill]
+                out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                runs = found.setdefault(str(pause), {"off": [], "on": []})
+                runs["on" if fill else "off"].append(json.loads(out))
+    for pause, runs in found.items():
+        times = {way: [float(str(run["s"])) for run in of] for way, of in runs.items()}
+        off, on = (statistics.median(times[way]) for way in ("off", "on"))
+        read = {w: statistics.median(float(str(r["mib"])) for r in runs[w]) for w in runs}
+        print(
+            f"after {pause} s: {options.tokens} tokens in {off:.2f} s, filling {on:.2f} s; "
+            f"speed of filling / not: {paired_ratio(times['off'], times['on'])}; "
+            f"{read['off']:.0f} and {read['on']:.0f} MiB read meanwhile"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
