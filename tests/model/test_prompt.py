@@ -123,8 +123,7 @@ def test_the_cache_holds_what_it_would_without(load: Load) -> None:
 
 
 def test_each_ubatch_reads_what_it_uses_once(load: Load, tmp_path: Path) -> None:
-    """Across batches too: the first layer of the next one is read before it is asked for. What was
-    taken back by mistake and read on demand would be there twice."""
+    """What was taken back by mistake and read on demand would be there twice."""
     path = tmp_path / "io.csv"
     llm = cut(with_budget(load, NAME, 0, n_ubatch=UBATCH, outputs=Outputs(io_trace=path)))
     evaluate(llm, prompts(1)[0])
@@ -135,10 +134,7 @@ def test_each_ubatch_reads_what_it_uses_once(load: Load, tmp_path: Path) -> None
     keys = ("layer", "expert", "projection")
     reads = list(zip(*(columns[key][prompt].tolist() for key in keys), strict=True))
     assert max(reads.count(one) for one in set(reads)) <= ubatches
-    first = llm.layout.moe_layers[0]
-    ahead = (columns["kind"] == "ahead") & (columns["layer"] == first)
-    assert len(set(columns["step"][ahead].tolist())) > 1  # of both batches
-    assert not (ahead & ~prompt).any()
+    assert not (columns["kind"] == "ahead")[~prompt].any()
 
 
 def test_a_prompt_of_one_ubatch_reads_no_expert_twice(load: Load, tmp_path: Path) -> None:
