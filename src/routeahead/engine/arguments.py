@@ -61,9 +61,11 @@ class StreamingArguments(TypedDict, total=False):
     force_cache: bool
     # Size in MiB below which the cache does not shrink when other programs need memory.
     cache_floor_mb: int | None
-    # Which experts leave a full cache: 'lru' (the least recently used) or 'decay' (those that
-    # recent routings make least likely).
+    # Which experts leave a full cache: 'decay' (those that recent routings make least likely) or
+    # 'lru' (the least recently used).
     cache_policy: Literal["lru", "decay"]
+    # While the cache has room, read the experts that the last runs used most when lanes are idle.
+    fill_cache: bool
     # Lanes: threads that read experts.
     io_threads: int
     # Rows of a prompt that are evaluated at once, and read experts once. 'auto' takes as many as
