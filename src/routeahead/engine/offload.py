@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from routeahead.config import GpuLayers
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import MIB, ModelLayout, TensorInfo
-from routeahead.llamacpp.devices import Device
+
+if TYPE_CHECKING:
+    from routeahead.llamacpp.devices import Device
 
 EXPERTS = r"^blk\.[0-9]+\.ffn_(gate|up|down|gate_up)_exps\."
 _BLOCK = re.compile(r"^blk\.(\d+)\.")

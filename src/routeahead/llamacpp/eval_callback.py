@@ -30,7 +30,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +66,7 @@ from routeahead.llamacpp.node_filter import (
 from routeahead.llamacpp.router_graph import gathers, strip_views, weights_gathered
 from routeahead.llamacpp.router_input import RouterInput
 from routeahead.llamacpp.slot_ids import SlotIds
-from routeahead.llamacpp.tensor_values import Fetched, in_place, on_host, original_name
+from routeahead.llamacpp.tensor_values import GraphValues, on_host, original_name
 from routeahead.types import Floats, Ids
 
 _WEIGHTED_PREFIX = b"ffn_moe_weighted"
@@ -152,8 +152,7 @@ class EvalCallback:
         self._input: RouterInput | None = None
         self._topk = 0  # address of the last top-k
         self._tracing = False
-        self._offloaded = False  # some tensors lie on a device
-        self._fetched: list[Fetched] = []  # what was read there of the layer
+        self._values = GraphValues()
         self._unweighed: set[int] = set()  # layers whose last weights node is not known yet
         self._weights: dict[int, npt.NDArray[np.int64]] = {}  # `_name_words` of the others'
 
@@ -199,7 +198,7 @@ class EvalCallback:
             offloaded: some layers lie on a device.
             late: nobody wants to change a routing, nor to see more of it than the ids.
         """
-        self._offloaded = offloaded
+        self._values.offloaded = offloaded
         if offloaded:
             is_host = ggml.library().ggml_backend_buffer_is_host
             self._state[IS_HOST] = ctypes.cast(is_host, ctypes.c_void_p).value or 0
@@ -257,8 +256,7 @@ class EvalCallback:
         node = strip_views(ggml.tensor_at(self._topk))
         if ggml.op_name(node) != "ARGSORT":
             return None
-        scores: Floats = self._values(ggml.tensor_at(node.src[0]), np.float32)
-        return scores
+        return self._values.floats(ggml.tensor_at(node.src[0]))
 
     def probabilities(self) -> Floats | None:
         """(rows, n_expert), what the last top-k's weights are gathered from, in the graph's own
@@ -268,7 +266,7 @@ class EvalCallback:
             gathered = self._gathered[self._topk] = weights_gathered(self._topk)
         if not gathered:
             return None
-        return self._weight_rows(ggml.tensor_at(int(ggml.tensor_at(gathered).src[0])))
+        return self._values.weights(ggml.tensor_at(int(ggml.tensor_at(gathered).src[0])))
 
     def begin(self) -> None:
         """Announces a batch: no top-k has been seen, nothing has gone wrong."""
@@ -328,9 +326,8 @@ class EvalCallback:
             self._input.at_router(tensor)
         else:
             self._state[WEIGHTS] = 0
-            self._state[PENDING] = self._observer.final_weights(self._weight_rows(tensor))
-        for values in self._fetched:
-            values.write()
+            self._state[PENDING] = self._observer.final_weights(self._values.weights(tensor))
+        self._values.write()
         return 1
 
     def _at_topk(self, name: bytes, tensor: ggml.Tensor, address: int) -> None:
@@ -340,7 +337,7 @@ class EvalCallback:
 
     def _route(self, name: bytes, tensor: ggml.Tensor, address: int) -> None:
         """The ids of the top-k of that name are in the tensor at `address`, itself or a copy."""
-        self._fetched.clear()
+        self._values.begin()
         layer = self._layers.get(name)
         if layer is None:
             layer = self._layers[name] = layer_of(name)
@@ -350,8 +347,7 @@ class EvalCallback:
         hidden = self._input.at_topk(layer, address, tensor.ne[1]) if self._input else None
         self.ranked_for = self._input.lending.at_topk() if self._input else None
         self._state[PLACED] = 0
-        ids: Ids = self._values(tensor, np.int32)
-        self._state[PENDING] = self._observer.routed(layer, ids, hidden)
+        self._state[PENDING] = self._observer.routed(layer, self._values.ids(tensor), hidden)
         if layer in self._weights and self._observer.holding:
             self._state[WEIGHTS : WEIGHTS_MASK + NAME_WORDS] = self._weights[layer]
         self._state[ROUTED] = address
@@ -380,7 +376,7 @@ class EvalCallback:
         in memory that the scheduler uses again for each graph, so it is their name that tells."""
         if ids == topk or not topk:
             return ids == topk
-        name: bytes = ggml.tensor_at(ids).name if self._offloaded else b""
+        name: bytes = ggml.tensor_at(ids).name if self._values.offloaded else b""
         original: bytes = ggml.tensor_at(topk).name
         return name != original_name(name) == original
 
@@ -395,7 +391,7 @@ class EvalCallback:
         """Neither operand of the product that weighted the experts has been overwritten yet."""
         weights = ggml.tensor_at(tensor.src[1])
         if self._tracing:
-            self._observer.log_weights(self._weight_rows(weights))
+            self._observer.log_weights(self._values.weights(weights))
         if self._unweighed:
             self._learn_weights(layer_of(name), original_name(weights.name))
 
@@ -419,7 +415,7 @@ class EvalCallback:
         weights = tensor.src[0]
         if not self._observer.streams(weights):
             return 0
-        if self._offloaded and tensor.src[2] != self._state[ROUTED]:
+        if self._values.offloaded and tensor.src[2] != self._state[ROUTED]:
             self._at_copy(int(tensor.src[2]))
         if tensor.src[2] != self._state[ROUTED] or self._state[POINTED] == MAX_POINTED:
             raise StreamError(
@@ -442,21 +438,6 @@ class EvalCallback:
             name = original_name(copy.name)
             if name.startswith(TOPK_PREFIX) and name != copy.name and on_host(copy):
                 self._route(name, copy, ids)
-
-    def _weight_rows(self, tensor: ggml.Tensor) -> Floats:
-        """A float32 tensor of ggml shape (1, top-k, rows) as (rows, top-k)."""
-        weights: Floats = self._values(tensor, np.float32, 1, 2)
-        return weights
-
-    def _values(
-        self, tensor: ggml.Tensor, dtype: type[np.generic], columns: int = 0, rows: int = 1
-    ) -> npt.NDArray[Any]:
-        """A tensor as (rows, columns), along the axes of these numbers. What an observer writes
-        there during this stop, or a later one of the same layer, is the graph's."""
-        if not self._offloaded or on_host(tensor):
-            return in_place(tensor, dtype, columns, rows)
-        self._fetched.append(Fetched(tensor, dtype, columns, rows))
-        return self._fetched[-1].array
 
 
 def layer_of(name: bytes) -> int:

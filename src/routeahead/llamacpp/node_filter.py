@@ -46,12 +46,11 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import carray, types  # type: ignore[attr-defined]
-from numba.extending import intrinsic
 
 from routeahead.errors import SettingsError
 from routeahead.llamacpp import ggml
+from routeahead.llamacpp.native_code import address_of, call, call_is_host, pointer
 
 # Words of the state that the filter and Python share. One thread runs both, in turn.
 CALLBACK = 0  # address of Python's entry
@@ -119,51 +118,6 @@ NAME_WORDS = 8
 _TENSOR_WORDS = _NAME_WORD + NAME_WORDS
 
 
-@intrinsic
-def _call(_typing: Any, address: Any, tensor: Any, ask: Any) -> Any:
-    """Calls the C function `int8 (void *tensor, int8 ask)` at an address known at run time."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        byte, pointer = ir.IntType(8), ir.IntType(8).as_pointer()
-        function = ir.FunctionType(byte, [pointer, byte])
-        target = builder.inttoptr(arguments[0], function.as_pointer())
-        return builder.call(target, [arguments[1], arguments[2]])
-
-    return types.int8(types.int64, types.voidptr, types.int8), generate
-
-
-@intrinsic
-def _call_is_host(_typing: Any, address: Any, buffer: Any) -> Any:
-    """Calls the C function `bool (void *buffer)` at an address known at run time."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        bit, pointer = ir.IntType(1), ir.IntType(8).as_pointer()
-        target = builder.inttoptr(arguments[0], ir.FunctionType(bit, [pointer]).as_pointer())
-        return builder.call(target, [builder.inttoptr(arguments[1], pointer)])
-
-    return types.boolean(types.int64, types.int64), generate
-
-
-@intrinsic
-def _pointer(_typing: Any, address: Any) -> Any:
-    """An address as a pointer that `carray` takes."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic
-def _address(_typing: Any, pointer: Any) -> Any:
-    """A pointer as a number."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.ptrtoint(arguments[0], ir.IntType(64))
-
-    return types.int64(types.voidptr), generate
-
-
 @numba.njit
 def _end(words: Any) -> Any:
     """One past the last byte of a tensor's data, wherever its rows lie."""
@@ -177,7 +131,7 @@ def _end(words: Any) -> Any:
 def _watch_router(state: Any, words: Any, op: Any) -> Any:
     """Asked for a node while a router's input is wanted: whether to stop after it."""
     if op == _MUL_MAT and words[_SRC_WORD] == state[ROUTER]:
-        source = carray(_pointer(words[_SRC_WORD + 1]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+        source = carray(pointer(words[_SRC_WORD + 1]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
         state[ROUTER_INPUT], state[ROUTER_INPUT_END] = source[_DATA_WORD], _end(source)
         state[ROUTER_INPUT_TENSOR] = words[_SRC_WORD + 1]
         state[ROUTER_INPUT_BUFFER] = source[_BUFFER_WORD]
@@ -207,10 +161,10 @@ def _ends_weights(state: Any, words: Any) -> Any:
 @numba.njit
 def _point_at_slots(state: Any, tensor: Any, words: Any) -> Any:
     """Asked about a product whose ids are those of the last top-k that Python has handled."""
-    weights = carray(_pointer(words[_SRC_WORD]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+    weights = carray(pointer(words[_SRC_WORD]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
     if state[SLOTS_BEGIN] <= weights[_DATA_WORD] < state[SLOTS_END]:
         words[_IDS_WORD] = state[SLOT_IDS]
-        state[PRODUCTS + state[POINTED]] = _address(tensor)
+        state[PRODUCTS + state[POINTED]] = address_of(tensor)
         state[POINTED] += 1
 
 
@@ -218,7 +172,7 @@ def _point_at_slots(state: Any, tensor: Any, words: Any) -> Any:
 def _point_back(state: Any) -> Any:
     """The products have run. A graph that was built anew in their memory is left alone."""
     for index in range(state[POINTED]):
-        words = carray(_pointer(state[PRODUCTS + index]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+        words = carray(pointer(state[PRODUCTS + index]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
         if words[_IDS_WORD] == state[SLOT_IDS]:
             words[_IDS_WORD] = state[ROUTED]
     state[POINTED] = 0
@@ -238,7 +192,7 @@ def _lend(state: Any, tensor: Any, words: Any, op: Any) -> Any:
         word = _operand_word(operand)
         if fits and state[LENT_FROM + operand] != 0 and words[word] == state[LENT_FROM + operand]:
             words[word] = state[LENT_TO + operand]
-            state[LENT_AT + operand] = _address(tensor)  # type: ignore[call-arg]
+            state[LENT_AT + operand] = address_of(tensor)  # type: ignore[call-arg]
             state[LENT] += 1
 
 
@@ -247,7 +201,7 @@ def _give_back(state: Any) -> Any:
     """The router has run, or never will. As `_point_back`."""
     for operand in range(OPERANDS):
         if state[LENT_AT + operand] != 0:
-            words = carray(_pointer(state[LENT_AT + operand]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+            words = carray(pointer(state[LENT_AT + operand]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
             word = _operand_word(operand)
             if words[word] == state[LENT_TO + operand]:
                 words[word] = state[LENT_FROM + operand]
@@ -267,9 +221,9 @@ def _is_settled(state: Any, words: Any, start: Any) -> Any:
     settled = state[SETTLED] + layer * state[SETTLED_WIDTH]
     for row in range(words[_NE_WORD + 1]):
         address = words[_DATA_WORD] + row * words[_NB_WORD + 1]
-        ids = carray(_pointer(address), (words[_NE_WORD],), dtype=np.int32)  # type: ignore[call-arg]
+        ids = carray(pointer(address), (words[_NE_WORD],), dtype=np.int32)  # type: ignore[call-arg]
         for slot in range(words[_NE_WORD]):
-            if carray(_pointer(settled + ids[slot]), (1,), dtype=np.int8)[0] == 0:
+            if carray(pointer(settled + ids[slot]), (1,), dtype=np.int8)[0] == 0:
                 return False
     return True
 
@@ -278,7 +232,7 @@ def _is_settled(state: Any, words: Any, start: Any) -> Any:
 def _look_up_copy(state: Any, address: Any) -> Any:
     """The first product of a layer takes its experts from the copy of a device's top-k: what
     `_stopped` does where there is a stop."""
-    ids = carray(_pointer(address), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+    ids = carray(pointer(address), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
     for word in range(len(_COPIED)):
         if ids[_NAME_WORD + word] & _COPIED_MASKS[word] != _COPIED[word]:
             return
@@ -292,7 +246,7 @@ def _on_device(state: Any, words: Any) -> Any:
     """Whether the CPU cannot read a tensor's data."""
     if state[IS_HOST] == 0 or words[_BUFFER_WORD] == 0:
         return False
-    host: Any = _call_is_host(state[IS_HOST], words[_BUFFER_WORD])  # type: ignore[call-arg]
+    host: Any = call_is_host(state[IS_HOST], words[_BUFFER_WORD])  # type: ignore[call-arg]
     return not host
 
 
@@ -301,12 +255,12 @@ def _disarm(state: Any, words: Any) -> Any:
     """Asked about a product of a void graph. With devices, a graph is several splits; ending one
     does not end the others, of which llama.cpp still runs the first node, with whatever is in
     memory as ids. Every model has an expert 0."""
-    ids = carray(_pointer(words[_IDS_WORD]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
+    ids = carray(pointer(words[_IDS_WORD]), (_TENSOR_WORDS,), dtype=np.int64)  # type: ignore[call-arg]
     if ids[_BUFFER_WORD] == 0 or _on_device(state, ids):
         return
     for row in range(ids[_NE_WORD + 1]):
         address = ids[_DATA_WORD] + row * ids[_NB_WORD + 1]
-        carray(_pointer(address), (ids[_NE_WORD],), dtype=np.int32)[:] = 0
+        carray(pointer(address), (ids[_NE_WORD],), dtype=np.int32)[:] = 0
 
 
 _TO_PYTHON = -1
@@ -354,7 +308,7 @@ def _stopped(state: Any, tensor: Any, words: Any, op: Any) -> Any:
     topk = words[_NAME_WORD] == _PREFIX and words[_NAME_WORD + 1] & _TOPK_MASK == _TOPK_TAIL
     if topk and state[SETTLED] != 0 and _is_settled(state, words, len(TOPK_PREFIX)):
         state[RESTED] += words[_NE_WORD] * words[_NE_WORD + 1]
-        state[ROUTED], state[PENDING] = _address(tensor), 0  # type: ignore[call-arg]
+        state[ROUTED], state[PENDING] = address_of(tensor), 0  # type: ignore[call-arg]
         return 1
     return _TO_PYTHON
 
@@ -413,7 +367,7 @@ def _compile(frozen: int, *, cached: bool) -> Any:
             return known != 0
         state[ACK] = 0
         state[CALLS] += 1
-        answer: Any = _call(state[CALLBACK], tensor, types.int8(ask))  # type: ignore[call-arg]
+        answer: Any = call(state[CALLBACK], tensor, types.int8(ask))  # type: ignore[call-arg]
         if state[ACK] == 0:
             state[FAULT] = 1
             return True

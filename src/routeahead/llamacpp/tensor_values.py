@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.llamacpp import ggml
+from routeahead.types import Floats, Ids
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -52,8 +53,8 @@ def in_place(
     return values
 
 
-class Fetched:
-    """A copy of a device's values, shaped as `in_place` has them. Nothing may be computing.
+class _Fetched:
+    """A copy of a device's values, shaped as `in_place` has them.
 
     Attributes:
         array: the values; a write to them reaches the graph with `write`.
@@ -77,6 +78,51 @@ class Fetched:
             ctypes.addressof(self._tensor), self._memory.ctypes.data, 0, self._memory.size
         )
         self._graphs = self._memory.copy()
+
+
+class GraphValues:
+    """The values that are shown to an observer, who may write to them.
+
+    Attributes:
+        offloaded: some tensors lie on a device. Else nothing is looked up, and all is in place.
+    """
+
+    def __init__(self) -> None:
+        self.offloaded = False
+        self._fetched: list[_Fetched] = []
+
+    def begin(self) -> None:
+        """A layer begins: what was read of the layer before is nobody's any more."""
+        self._fetched.clear()
+
+    def ids(self, tensor: ggml.Tensor) -> Ids:
+        """Int32 of ggml shape (columns, rows) as (rows, columns)."""
+        values: Ids = self._read(tensor, np.int32, 0, 1)
+        return values
+
+    def floats(self, tensor: ggml.Tensor) -> Floats:
+        """Float32 of ggml shape (columns, rows) as (rows, columns)."""
+        values: Floats = self._read(tensor, np.float32, 0, 1)
+        return values
+
+    def weights(self, tensor: ggml.Tensor) -> Floats:
+        """Float32 of ggml shape (1, slots, rows) as (rows, slots)."""
+        values: Floats = self._read(tensor, np.float32, 1, 2)
+        return values
+
+    def write(self) -> None:
+        """At the end of a stop: what was written to a device's values, in this stop or an earlier
+        one of the layer, becomes the graph's."""
+        for values in self._fetched:
+            values.write()
+
+    def _read(
+        self, tensor: ggml.Tensor, dtype: type[np.generic], columns: int, rows: int
+    ) -> npt.NDArray[Any]:
+        if not self.offloaded or on_host(tensor):
+            return in_place(tensor, dtype, columns, rows)
+        self._fetched.append(_Fetched(tensor, dtype, columns, rows))
+        return self._fetched[-1].array
 
 
 def fetch(tensor: ggml.Tensor) -> Bytes:
