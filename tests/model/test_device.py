@@ -19,7 +19,8 @@ from support.rpc_device import ROOT, Unavailable, backend
 pytestmark = pytest.mark.timeout(600)
 
 SUITES = [
-    "identity", "slot_ids", "route_ahead", "drop", "prefetch", "policy_api", "faults", "raw_decode"
+    "identity", "slot_ids", "route_ahead", "drop", "prefetch", "policy_api", "faults", "raw_decode",
+    "architectures",
 ]  # fmt: skip
 # A test of each kind: architectures that ask most different things of the stream, reads that are
 # late or reordered, everything cached, every stop's fault, policies that change ids and weights.
@@ -33,6 +34,8 @@ DAILY = [
     "test_route_ahead.py::test_committed_routing_is_the_references[gpt-oss-2]",
     "test_drop.py::test_drops_by_share_and_computes_without[deepseek2-full]",
     "test_prefetch.py::test_prefetchers_change_nothing[gemma4-predicted-worker]",
+    "test_architectures.py::test_inspect_counts_what_a_run_loads",
+    "test_architectures.py::test_adapters",
     "test_prefetch.py::test_substitution_is_the_references[deepseek2-grouped]",
 ]
 # Of 6 blocks and the output, 4 layers go to the device: some routers are on the CPU, others not.

@@ -13,7 +13,7 @@ from routeahead.cli import options
 from routeahead.cli.open_model import DEFAULT_CONTEXT
 from routeahead.cli.terminal import print_facts, size
 from routeahead.config import GpuLayers
-from routeahead.engine.offload import Offload, plan
+from routeahead.engine.offload import NO_LAYERS, Offload, plan
 from routeahead.errors import ModelError
 from routeahead.experts.layout import ModelLayout
 from routeahead.llamacpp.devices import Device, devices
@@ -96,7 +96,7 @@ def report(
 
 
 def facts(
-    layout: ModelLayout, free: int, offload: Offload, found: Sequence[Device]
+    layout: ModelLayout, free: int, offload: Offload = NO_LAYERS, found: Sequence[Device] = ()
 ) -> list[tuple[str, str]]:
     """(label, value) rows; `free` in bytes is what this machine has left."""
     sizes = layout.bytes_by_layer()

@@ -183,7 +183,7 @@ class Llama(TakingTurns):
         found = devices() if wanted == "auto" else []
         free = sum(device.free for device in found)
         offload = plan(
-            self.layout,
+            self.layout.loaded(),
             wanted,
             free=free,
             context=llama.get("n_ctx", 512),

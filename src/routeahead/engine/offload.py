@@ -107,6 +107,9 @@ class Offload:
         return f"{self.layers} of {self.total} layers ({parts})"
 
 
+NO_LAYERS = Offload(0, 1)
+
+
 def plan(layout: ModelLayout, wanted: GpuLayers, *, free: int, context: int, rows: int) -> Offload:
     """Turns the setting into a number of layers.
 

@@ -170,7 +170,8 @@ class StreamedModel:
             verify_dense(placed, placed.dense, self.arena, self._sums)
         # What llama.cpp read itself, to a device or beside it, counts as used.
         own = re.compile(self._offload.pattern)
-        used = [t for t in self.layout.tensors if t.name in tensors or not own.search(t.name)]
+        theirs = {t.name for t in self.layout.loaded().tensors if not own.search(t.name)}
+        used = [t for t in self.layout.tensors if t.name in tensors or t.name in theirs]
         self.layout = layout = ModelLayout(self.layout.shards, used, self.layout.metadata)
         source = ExpertSource(
             layout,
