@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-fast lint test-slow test-upstream docs package measurements calibration embedded-model second-model clean
+.PHONY: demo test test-fast lint test-slow test-upstream docs package measurements calibration embedded-model second-model third-model clean
 
 # llama-cpp-python is compiled here (a C++ compiler and CMake are needed, a few minutes the first time).
 $(VENV)/installed: pyproject.toml
@@ -90,6 +90,11 @@ second-model: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet -e '.[train]'
 	$(BIN)/python training/train.py build/second --model qwen2moe --tokens 4e6
 	$(BIN)/python training/export.py build/second benchmarks/data/second.gguf --model qwen2moe --experts Q8_0
+
+third-model: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet -e '.[train]'
+	$(BIN)/python training/train.py build/third --model deep --tokens 1.72e6 --batch 2048 --float32
+	$(BIN)/python training/export.py build/third benchmarks/data/third.gguf --model deep --experts Q8_0
 
 clean:
 	rm -rf $(VENV) build

@@ -110,7 +110,11 @@ def _run(calibration: Calibration) -> Gates:
                 tasks[what] = bar.add_task(visible(what), total=total)
             bar.update(tasks[what], completed=done)
 
-        return calibration.run(show)
+        try:
+            return calibration.run(show)
+        except KeyboardInterrupt:
+            errors.print("interrupted: the same command continues from the last checkpoint, if any")
+            raise typer.Exit(130) from None
 
 
 def _print(gates: Gates) -> None:
