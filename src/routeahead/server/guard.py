@@ -60,7 +60,7 @@ class Guard:
         try:
             headers = Headers(scope=scope)
             self._check(scope, headers)
-            body = await _body(headers, receive)
+            body = await read_body(headers, receive)
         except ApiError as error:
             content = body_of(error.status, str(error), scope["path"])
             response = JSONResponse(content, error.status, headers=error.headers)
@@ -93,8 +93,9 @@ class Guard:
         return any([hmac.compare_digest(data, key) for key in self._keys])
 
 
-async def _body(headers: Headers, receive: Receive) -> bytes:
-    """
+async def read_body(headers: Headers, receive: Receive) -> bytes:
+    """All of a request's body.
+
     Raises:
         ApiError: it is too large or too slow.
         ClientDisconnect: the client has gone.

@@ -6,10 +6,12 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from routeahead.engine.llama import Llama
 from routeahead.errors import SettingsError
@@ -30,8 +32,7 @@ def bind(host: str, port: int, keys: Sequence[str]) -> socket.socket:
     Raises:
         SettingsError: the address cannot be had, or it is open to others and there is no key.
     """
-    if host not in LOOPBACK and not keys:
-        raise SettingsError(f"--host {host}: others can reach it, so give --api-key too")
+    check_host(host, keys)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -44,24 +45,39 @@ def bind(host: str, port: int, keys: Sequence[str]) -> socket.socket:
     return made
 
 
-def serve(
+def check_host(host: str, keys: Sequence[str]) -> None:
+    """
+    Raises:
+        SettingsError: others can reach the server, and it has no key.
+    """
+    if host not in LOOPBACK and not keys:
+        raise SettingsError(f"--host {host}: others can reach it, so give --api-key too")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """An application, and the evaluation thread behind it, which is not started yet."""
+
+    app: ASGIApp
+    evaluator: Evaluator
+
+
+def serving(
     llm: Llama,
-    listening: socket.socket,
     *,
     name: str,
+    host: str,
     keys: Sequence[str],
     queue: int,
     prompts: tuple[Path, int] | None,
     embeds: bool,
-    ready: Callable[[], None],
-) -> None:
-    """Serves until SIGTERM or Ctrl-C. The model is the evaluation thread's until this returns.
+) -> Serving:
+    """What serves a model on `host`; the model is the evaluation thread's from its start.
 
     Args:
         queue: requests that may wait.
         prompts: folder and bytes for conversations; None to keep none.
         embeds: the model was loaded for embeddings.
-        ready: called when requests are taken.
 
     Raises:
         SettingsError: the folder cannot be used.
@@ -70,10 +86,17 @@ def serve(
     live = Live(llm)
     evaluator = Evaluator(llm, live, cache, queue)
     served = Served(name, evaluator, live, Turns(llm, cache), _about(llm, name), embeds)
-    host = listening.getsockname()[0]
-    app = make_app(served, keys=keys, loopback=host in LOOPBACK)
+    return Serving(make_app(served, keys=keys, loopback=host in LOOPBACK), evaluator)
+
+
+def serve(made: Serving, listening: socket.socket, *, ready: Callable[[], None]) -> None:
+    """Serves until SIGTERM or Ctrl-C. The model is the evaluation thread's until this returns.
+
+    Args:
+        ready: called when requests are taken.
+    """
     config = uvicorn.Config(
-        app,
+        made.app,
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -83,11 +106,11 @@ def serve(
     # Uvicorn raises the signals that ended it once more: these handlers let the rest be done.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    evaluator.start()
+    made.evaluator.start()
     try:
-        asyncio.run(_Server(config, evaluator, ready).serve(sockets=[listening]))
+        asyncio.run(_Server(config, made.evaluator, ready).serve(sockets=[listening]))
     finally:
-        evaluator.close()
+        made.evaluator.close()
 
 
 class _Server(uvicorn.Server):
