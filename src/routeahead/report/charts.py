@@ -165,7 +165,7 @@ def _rows(axes: Axes, values: Any, name: str, *, every: int) -> None:
 
 def curves(found: Mapping[str, Curve], measured: Mapping[str, tuple[float, float]]) -> str:
     """Hit rate against cache size; a dot is what a run itself had."""
-    styles = ("-", "--", ":", "-.")
+    styles = ("-", "-.", "--", ":")
     canvas = Canvas(3.2)
     with canvas as (axes,):
         for index, (name, curve) in enumerate(found.items()):

@@ -18,7 +18,7 @@ from routeahead.telemetry.route_trace import PHASES, RouteTrace
 
 CURVE_SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
 """Cache sizes of a hit-rate curve, as shares of all experts' bytes."""
-CURVE_POLICIES = (Policy.LRU, Policy.BELADY)
+CURVE_POLICIES = (Policy.LRU, Policy.DECAY, Policy.BELADY)
 CURVE_TOKENS = 256
 """Decoded tokens that a curve is made of at most: a replay of more takes minutes."""
 _DECODE = PHASES.index("decode")
