@@ -39,18 +39,20 @@ class Router:
             table gives each token its experts (DeepSeek 4's hash layers).
         router_bias, selection_bias: addresses of the tensors that are added before and after the
             activation; 0 if there is none, or more than one.
+        shared: whether something else uses the logits too (grovemoe chooses a second time by them).
     """
 
     matrix: int
     rule: SelectionRule | None
     router_bias: int = 0
     selection_bias: int = 0
+    shared: bool = False
 
     @property
     def movable(self) -> bool:
-        """Whether the tensors above are all that sets this router apart from one with its rule, and
-        its probabilities are found."""
-        if not self.rule or not self.rule.weighing:
+        """Whether the tensors above are all that sets this router apart from one with its rule, its
+        probabilities are found, and nothing else depends on it."""
+        if not self.rule or not self.rule.weighing or self.shared:
             return False
         router, selection = self.rule.router_bias, self.rule.selection_bias
         return (router is None or self.router_bias > 0) and (
@@ -116,11 +118,38 @@ def read_router(topk: int) -> Router | None:
         groups_used=groups_used,
         weighing=_weighing(topk, int(node.src[0])),
     )
-    return Router(int(node.src[0]), rule, _only(router), _only(selection))
+    shared = _shared(topk, ctypes.addressof(node))
+    return Router(int(node.src[0]), rule, _only(router), _only(selection), shared)
 
 
 def _only(biases: list[tuple[int, npt.NDArray[np.float32]]]) -> int:
     return biases[0][0] if len(biases) == 1 else 0
+
+
+def _shared(topk: int, product: int) -> bool:
+    """Whether anything but the top-k and its weights uses the logits of a router's `product`."""
+    gathered = weights_gathered(topk)
+    ends = [topk] + ([int(ggml.tensor_at(gathered).src[0])] if gathered else [])
+    known, name = _between(product, ends), ggml.tensor_at(topk).name
+    for address in ggml.tensors_after(product):
+        node = ggml.tensor_at(address)
+        if node.name.startswith(b"ffn_moe_topk-") and node.name != name:
+            break  # the next layer's
+        uses = known.intersection(node.src) - {topk}
+        if uses and address not in known and address != gathered:
+            return True
+    return False
+
+
+def _between(product: int, ends: Iterable[int]) -> set[int]:
+    """Addresses of all nodes on the way from a product to the `ends`, both included."""
+    found, left = {product}, list(ends)
+    while left:
+        address = left.pop()
+        if address not in found and ggml.tensor_at(address).op:
+            found.add(address)
+            left += [int(source) for source in ggml.tensor_at(address).src if source]
+    return found
 
 
 def weights_gathered(topk: int) -> int:
