@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def test_same_bytes_as_without(
         llm.close()
     np.testing.assert_array_equal(logits[0], logits[1])
     ahead, without = sources
-    assert ahead.prefetch.issued == ahead.prefetch.completed == ahead.prefetch.useful > 0
+    assert ahead.prefetch.issued == ahead.prefetch.useful > 0
+    assert 0 < ahead.prefetch.landed <= ahead.prefetch.begun <= ahead.prefetch.issued
     assert ahead.cache.evictions > 0 and ahead.cache.protected == 0
     figures, reference = report(read_io_trace(early)), report(read_io_trace(plain))
     assert figures.decode_bytes == pytest.approx(reference.decode_bytes, rel=0.01)
@@ -67,6 +69,90 @@ def test_trace_of_a_run_that_reads_early_tells_what_was_read(load: Load, tmp_pat
     llm.close()
     rows = csv_rows(path)
     assert sum(r["phase"] == "1" and r["residency"] == "0" for r in rows) == misses > 0
+
+
+def test_early_reads_are_begun_in_the_order_promised(load: Load, tmp_path: Path) -> None:
+    """Layer by layer, and in a layer what it computes with first, best experts first: as long as
+    one lane reads, that is the order in which reads begin."""
+    io, trace = tmp_path / "io.csv", tmp_path / "route.csv"
+    llm = with_budget(
+        load, "qwen3moe", 0.25, route_ahead=2, io_threads=1,
+        outputs=Outputs(io_trace=io, route_trace=trace),
+    )  # fmt: skip
+    evaluate(llm, token_batches(4))
+    assert llm.streamed
+    order = llm.streamed.stream._order
+    llm.close()
+    rank = {
+        (row["step"], row["layer"], row["expert"]): int(row["slot"])
+        for row in csv_rows(trace)
+        if row["phase"] == "1"
+    }
+    rows = [row for row in csv_rows(io) if row["phase"] == "decode" and row["kind"] == "committed"]
+    rows.sort(key=lambda row: float(row["time_s"]) - float(row["latency_s"]))
+    places = [
+        (
+            int(row["step"]),
+            int(row["layer"]),
+            order.index(row["projection"]),
+            rank[row["step"], row["layer"], row["expert"]],
+        )
+        for row in rows
+    ]
+    assert places == sorted(places) and len(places) > 100
+    assert len(order) == 3 and len({place[3] for place in places}) == llm.layout.n_expert_used
+
+
+class Gated:
+    """Reads only while it is open."""
+
+    def __init__(self, inner: Reader) -> None:
+        self._inner, self.open = inner, threading.Event()
+        self.open.set()
+
+    def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
+        self.open.wait()
+        return self._inner.read(shard, offset, view, need)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_issued_begun_and_landed_in_time_are_told_apart(load: Load) -> None:
+    """One lane, which hangs in the first of an expert's reads until the layer comes."""
+    gates: list[Gated] = []
+
+    def gated(inner: Reader) -> Reader:
+        gates.append(Gated(inner))
+        return gates[0]
+
+    llm = with_budget(load, "qwen3moe", 0.5, io_threads=1, wrap_reader=gated)
+    source, gate = llm.source, gates[0]
+    assert source
+    evaluate(llm, token_batches(4)[:2])
+    source.cache.budget = source.cache.budget  # empty
+    source.begin()
+    before, read = source.lanes.early_bytes, source.lanes.bytes_read
+    gate.open.clear()
+    source.read_early(3, [1, 2, 5])
+    while source.lanes._queues["committed"] and len(source.lanes._queues["committed"]) > 8:
+        time.sleep(0.001)
+    made = source.prefetch
+    assert (made.issued, made.begun, made.landed) == (3, 0, 0)
+    threading.Timer(0.05, gate.open.set).start()
+    demand = source.require(3, [1, 2, 5])
+    assert demand
+    assert (made.issued, made.begun, made.landed, made.useful) == (3, 1, 0, 3)
+    source.wait(demand)
+    early, whole = source.lanes.early_bytes - before, source.lanes.bytes_read - read
+    assert 0 < 5 * early <= whole  # one read of nine, each of whole blocks
+
+    source.read_early(4, [1, 2])
+    while not source._early[4].done():
+        time.sleep(0.001)
+    assert source.require(4, [1, 2]) is None
+    assert (made.issued, made.begun, made.landed, made.useful) == (5, 3, 2, 5)
+    source.cache.release()
 
 
 # --- randomised schedules ---

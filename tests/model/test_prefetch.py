@@ -63,7 +63,8 @@ def test_prefetchers_change_nothing(
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
     made = source.prefetch
-    assert 0 < made.useful <= made.completed <= made.issued
+    assert 0 < made.useful <= made.begun <= made.issued
+    assert 0 < made.landed <= made.begun
     assert source.lanes.early_bytes > 0 and source.cache.protected == 0
 
 
@@ -99,7 +100,7 @@ def test_a_demand_load_cancels_guesses(load: Load, tmp_path: Path) -> None:
     )  # fmt: skip
     evaluate(llm, token_batches(2, decode=30))
     source = llm.source
-    assert source and source.prefetch.completed < source.prefetch.issued
+    assert source and source.prefetch.begun < source.prefetch.issued
     llm.close()
     figures = report(read_io_trace(path))
     assert figures.kinds["speculative"] > 0
@@ -328,3 +329,31 @@ def test_substitution_is_the_references(
 def test_prefetching_beside_a_policy_that_looks_at_the_cache_warns(load: Load) -> None:
     with pytest.warns(UserWarning, match="a prefetcher changes that"):
         with_budget(load, "qwen3moe", 0.2, expert_substitute=0.1, prefetch=1)
+
+
+def test_a_guess_that_was_read_in_vain_makes_the_next_read_a_re_read(load: Load) -> None:
+    llm = with_budget(load, "qwen3moe", 0.5, io_threads=1)
+    source = llm.source
+    assert source
+    source.begin()
+
+    def use(expert: int) -> None:
+        demand = source.require(3, [expert])
+        if demand:
+            source.wait(demand)
+
+    def guess(expert: int) -> None:
+        source.guess(3, [expert])
+        known = source._guesses.get(3, expert)
+        assert known
+        while not known.landed:
+            time.sleep(0.001)
+
+    guess(1)
+    use(1)  # as if it had been read on demand
+    assert source.cache.rereads == 0 and source.prefetch.landed == 1
+    guess(2)
+    use(1)
+    assert source.cache.rereads == 0 and (3, 2) not in source.cache
+    use(2)
+    assert source.cache.rereads == 1

@@ -249,3 +249,36 @@ def test_reference_helper_is_deterministic(library: Library) -> None:
     for batches, expected in zip(PROMPTS, library.resident("qwen3moe"), strict=True):
         np.testing.assert_array_equal(model.evaluate(batches), expected)
     model.close()
+
+
+@pytest.mark.filterwarnings("ignore:drop_cold_experts with")
+@pytest.mark.parametrize("compute", ["inline", "worker", "graph"])
+def test_a_step_log_has_what_policies_count(load: Load, tmp_path: Path, compute: str) -> None:
+    """The lines sum up to the run's totals, and the report's costs are over the same tokens."""
+    path = tmp_path / "steps.csv"
+    llm = load(
+        "qwen3moe", cache_mb=1, force_cache=True, route_ahead=1, route_ahead_compute=compute,
+        drop_cold_experts=0.5, outputs=Outputs(csv=path),
+    )  # fmt: skip
+    assert llm.source
+    llm.source.cache.budget = 2 * llm.layout.token_bytes()
+    for batches in PROMPTS:
+        evaluate(llm, batches)
+    report, decode = llm.policies.report(llm.counters.decode), llm.counters.decode
+    ahead, dropped = report["route_ahead"], report["drop"]["dropped"]
+    prefill, cache = llm.counters.prefill, llm.source.cache
+    llm.close()
+    lines = csv_rows(path)
+    sums = {name: sum(float(line[name]) for line in lines) for name in lines[0] if name != "facts"}
+    assert sums["committed"] == ahead["committed"] == 5 * decode.tokens
+    assert (
+        sums["compared_slots"] == ahead["slots"] and sums["agreed_slots"] == ahead["agreed_slots"]
+    )
+    assert sums["passed_through"] == ahead["passed_through"] == 0
+    assert sums["dropped"] == dropped > 0
+    assert sums["evictions"] + prefill.evictions == cache.evictions > 0
+    assert sums["rereads"] + prefill.rereads == cache.rereads > 0
+    assert sums["early_bytes"] == decode.early_bytes and 0 < decode.early_bytes < decode.bytes_read
+    for name in ("gemv", "issue", "watchdog"):
+        each = sums[f"ra_{name}_ms"] / decode.tokens
+        assert each == pytest.approx(ahead[f"{name}_ms_per_tok"], abs=1e-3) and each > 0

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 from support import policies as routings
-from support.policies import model
+from support.policies import Reads, model
 
+from routeahead.policies.drop import DropCold
 from routeahead.policies.route_ahead import RouteAhead
 from routeahead.prediction.watchdog import WATCH_SLOTS, Watchdog
+from routeahead.routing.policy import Ranking
+from routeahead.routing.selection import SelectionRule
 from routeahead.types import Phase
 
 # --- the policy ---
@@ -23,6 +28,114 @@ class Silent:
 
     def __contains__(self, layer: object) -> bool:
         return False
+
+
+class Ranks:
+    """A ranker whose routers all say the same.
+
+    Attributes:
+        asked: for which layers, in that order.
+    """
+
+    convert_s = 0.0
+
+    def __init__(self, ids: list[int], probabilities: list[float]) -> None:
+        self.asked: list[int] = []
+        self._ranking = Ranking(np.array(ids, np.int32), np.array(probabilities, np.float32))
+
+    def prepare(self) -> None:
+        pass
+
+    def __contains__(self, layer: object) -> bool:
+        return True
+
+    def seen(self, layer: int) -> bool:
+        return True
+
+    def rule(self, layer: int) -> SelectionRule:
+        return SelectionRule(len(self._ranking.ids), "softmax", weighing="softmax")
+
+    def predict(self, layer: int, hidden: npt.NDArray[np.float32]) -> Ranking:
+        self.asked.append(layer)
+        return self._ranking
+
+
+def reading(
+    ids: list[int], shares: list[float], *, drop: DropCold | None = None, held: tuple[int, ...] = ()
+) -> tuple[RouteAhead, Reads]:
+    """Route-ahead 1 over layers 0, 1 and 2, where every router gives `ids` these shares."""
+    probabilities = np.full(32, 1e-3, np.float32)
+    probabilities[ids] = shares
+    reads, ranker = Reads(held), Ranks(ids, probabilities.tolist())
+    policy = RouteAhead(1)
+    of = model((0, 1, 2), top_k=len(ids), reads=reads, ranker=lambda precision: ranker)
+    of = replace(of, policies=[drop, policy] if drop else [policy])
+    policy.bind(of)
+    policy.begin("decode", 0)
+    return policy, reads
+
+
+def pass_through(policy: RouteAhead, layer: int, top_k: int) -> None:
+    hidden = np.ones((1, 64), np.float32)
+    routing = routings.routing(layer, np.arange(top_k, dtype=np.int32)[None], hidden=hidden)
+    policy.routed(routing)
+    policy.predict(routing)
+    policy.issued(routing)
+
+
+RANKED = [17, 3, 29, 8, 11, 0, 31, 5]
+SHARES = [0.4, 0.2, 0.15, 0.1, 0.06, 0.05, 0.03, 0.01]
+
+
+def test_everything_that_is_predicted_is_read_early_best_first() -> None:
+    """There is no cap, and residents are in the list: the cache keeps them until their layer."""
+    policy, reads = reading(RANKED, SHARES, held=(29,))
+    for layer in (0, 1, 2):
+        pass_through(policy, layer, 8)
+    assert reads.asked == [("early", 1, RANKED), ("early", 2, RANKED)]
+    assert policy.counts.committed == 2
+
+
+@pytest.mark.parametrize(
+    ("share", "aware", "held", "kept"),
+    [
+        (0.5, True, (), RANKED[:4]),  # below 0.5 / 8 of the mass: dropped if it is not there
+        (0.5, True, (31, 9), [*RANKED[:4], 31]),
+        (1.0, True, (), RANKED[:3]),
+        (1.0, True, tuple(RANKED), RANKED),
+        (0.01, True, (), RANKED),
+        (1.0, False, (), RANKED),
+    ],
+)
+def test_what_will_be_dropped_is_not_read_early(
+    share: float, aware: bool, held: tuple[int, ...], kept: list[int]
+) -> None:
+    policy, reads = reading(RANKED, SHARES, drop=DropCold(share, aware=aware), held=held)
+    pass_through(policy, 0, 8)
+    assert reads.asked == [("early", 1, kept)]
+
+
+def test_the_top_expert_is_read_however_little_it_weighs() -> None:
+    policy, reads = reading([4, 9, 2], [0.3, 0.3, 0.3], drop=DropCold(1.0))
+    pass_through(policy, 0, 3)
+    assert reads.asked == [("early", 1, [4, 9, 2])]
+
+
+def test_more_depth_than_layers_says_so() -> None:
+    policy = RouteAhead(3)
+    with pytest.warns(UserWarning, match="route_ahead=3 commits nothing: the model has 3 MoE"):
+        policy.bind(model((0, 2, 4), ranker=lambda precision: Silent()))
+
+
+def test_what_is_not_understood_is_no_first_token() -> None:
+    """A target whose rule is not understood is `unranked` even where nothing could be read."""
+    policy = route_ahead(0, 1)
+    policy.predictions.ranker.seen = lambda layer: True  # type: ignore[method-assign]
+    for hidden in (None, np.ones((1, 64), np.float32)):
+        policy.begin("decode", 1)
+        policy.predict(routings.routing(0, np.array([[1, 2]], np.int32), hidden=hidden))
+        routed(policy, 1, [1, 2])
+    assert policy.counts.by_reason["unranked"] == 2
 
 
 def route_ahead(*layers: int) -> RouteAhead:

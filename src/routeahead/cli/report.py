@@ -166,5 +166,7 @@ def _early_lines(source: ExpertSource, made_by: str) -> list[str]:
     early, mib = source.prefetch, source.lanes.early_bytes // MIB
     return [
         f"moe-prefetch: {mib} MiB ahead, {early.useful}/{early.issued} experts useful "
-        f"({share(early.useful, early.issued)}) [{made_by}]"
+        f"({share(early.useful, early.issued)}); when their layer came, "
+        f"{share(early.begun, early.issued)} were begun and {share(early.landed, early.issued)} "
+        f"there [{made_by}]"
     ]

@@ -441,6 +441,10 @@ class Llama(TakingTurns):
             now.io_s = source.lanes.busy_s
             now.bytes_read, now.reads = source.lanes.bytes_read, source.lanes.reads
             now.hits, now.misses = source.cache.hits, source.cache.misses
+            now.evictions, now.rereads = source.cache.evictions, source.cache.rereads
+            now.early_bytes = source.lanes.early_bytes
+            for policy in stream.policies.count:
+                policy.count(now)
         return now
 
     @property

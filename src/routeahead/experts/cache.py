@@ -208,6 +208,11 @@ class ExpertCache:
         if here:
             self._early[layer] = here
 
+    def was_read(self, layer: int, expert: int) -> None:
+        """The expert was read beside the cache, and is gone: reading it again is a re-read."""
+        self.rereads += (layer, expert) in self._read_before
+        self._read_before.add((layer, expert))
+
     def _read(self, part: _Part, layer: int, misses: Sequence[int]) -> None:
         """Counts entries that were admitted because they are about to be read."""
         part.used += self._bytes[layer] * len(misses)

@@ -88,6 +88,7 @@ class Guesses:
             if at == layer and guess.wanted:
                 guess.wanted = False
                 guess.counts.completed += guess.begun
+                guess.counts.landed += guess.landed
 
     def any_ahead(self) -> bool:
         return any(guess.ahead for guess in self._guesses.values())
@@ -102,6 +103,7 @@ class Guesses:
         ]
         for guess in gone:
             guess.counts.completed += guess.wanted and guess.begun
+            guess.counts.landed += guess.wanted and guess.landed
             guess.wanted = False
         return [read.ticket for guess in gone for read in guess.reads if read not in guess.revoked]
 

@@ -109,12 +109,15 @@ class Read:
         kind: "demand" if a layer waits for it, "committed" if a later layer will certainly use it,
             "ahead" if one of a prompt's is expected to, "speculative" if one may, "idle" if nobody
             asked.
+        adopted: its layer has come before any lane, so that it is early no more.
+        settled: it has ended; a lane sets it.
     """
 
-    __slots__ = ("_unclaimed", "kind", "slice", "ticket")
+    __slots__ = ("_unclaimed", "adopted", "kind", "settled", "slice", "ticket")
 
     def __init__(self, slice_: Slice, ticket: Ticket, kind: Kind) -> None:
         self.slice, self.ticket, self.kind = slice_, ticket, kind
+        self.adopted = self.settled = False
         self._unclaimed = [None] if kind == "idle" else []
 
     def claim(self) -> bool:
@@ -187,7 +190,7 @@ class Lanes:
 
     @property
     def early_bytes(self) -> int:
-        """The part of `bytes_read` that was committed or speculative."""
+        """The part of `bytes_read` whose reads a lane began before their layer asked."""
         return sum(self._early_bytes)
 
     @property
@@ -229,6 +232,7 @@ class Lanes:
             if read.slice.tensor.layer != layer:
                 queue.appendleft(read)
                 break
+            read.adopted = True
             adopted.append(read)
         return adopted
 
@@ -368,7 +372,7 @@ class Lanes:
                 self._ahead_bytes[lane] += got
             elif read.kind == "idle":
                 self._idle_bytes[lane] += got
-            elif read.kind != "demand":
+            elif read.kind != "demand" and not read.adopted:
                 self._early_bytes[lane] += got
             self._reads[lane] += 1
         except ReadError as caught:
@@ -388,6 +392,7 @@ class Lanes:
 
     def _settle(self, read: Read, error: BaseException | None) -> None:
         with self._ledger:
+            read.settled = True
             read.ticket.settle(error)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from routeahead.experts.lanes import Ticket
+from routeahead.experts.lanes import Read, Ticket
 
 
 @dataclass
@@ -16,12 +16,14 @@ class Load:
         experts: what is being read.
         tickets: projection → its reads; a projection that is absent has nothing to wait for.
         adopted: reads of the layer that were begun before it asked.
+        reads: those of a load that was begun early.
     """
 
     layer: int
     experts: Sequence[int]
     tickets: dict[str, Ticket] = field(default_factory=dict)
     adopted: list[Load] = field(default_factory=list)
+    reads: Sequence[Read] = ()
 
     def done(self) -> bool:
         return all(ticket.done for ticket in self.tickets.values()) and all(
@@ -52,11 +54,13 @@ class Prefetch:
 
     Attributes:
         issued: queued early, because they were absent.
-        completed: read, or being read, when their layer came; the others were taken back before
-            a lane had begun them (guesses), or thrown away by a fault.
+        completed: read, or being read, when their layer came; the others' reads no lane had begun,
+            or they were thrown away by a fault.
+        landed: all of their bytes were there then.
         useful: used by it.
     """
 
     issued: int = 0
     completed: int = 0
+    landed: int = 0
     useful: int = 0

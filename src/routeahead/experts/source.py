@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -233,6 +234,7 @@ class ExpertSource:
             begun = self.filling.asked(layer, (), misses) if self.filling else {}
             absent = [expert for expert in misses if expert not in begun]
             early, reads = self._prepare(layer, absent, "committed")
+            early.reads = tuple(reads)
             reads += self._join(layer, begun, early.adopted, "committed")
             self._early[layer] = early
             self.prefetch.issued += len(absent)
@@ -332,9 +334,13 @@ class ExpertSource:
         found = {e: guess for e in misses if (guess := self._guesses.pop(layer, e)) and guess.begun}
         for guess in found.values():
             guess.counts.completed += 1
+            guess.counts.landed += guess.landed
             guess.counts.useful += 1
         self._guesses.pass_by(layer)
-        self._give(self._guesses.sweep())
+        discarded = self._guesses.sweep()
+        for key in discarded:
+            self.cache.was_read(*key)
+        self._give(discarded)
         return found
 
     def _join(
@@ -355,12 +361,21 @@ class ExpertSource:
 
     def _adopt(self, early: Load, experts: Sequence[int], adopted: list[Load]) -> list[Read]:
         """The layer has come to what was read for it as certain; returns what no lane has begun."""
-        self.prefetch.completed += len(early.experts)
         self.prefetch.useful += len(set(early.experts).intersection(experts))
-        if early.done() and not early.failed():
-            return []
-        adopted.append(early)
-        return self.lanes.adopt(early.layer)
+        done = early.done()
+        queued = [] if done else self.lanes.adopt(early.layer)
+        self._count_begun(early, queued)
+        if not done or early.failed():
+            adopted.append(early)
+        return queued
+
+    def _count_begun(self, early: Load, queued: Sequence[Read]) -> None:
+        """How far early reads have come when their layer asks; no lane has begun those `queued`."""
+        waiting = Counter(read.slice.expert for read in queued)
+        landing = {read.slice.expert for read in early.reads if not read.settled}
+        each = len(early.tickets)
+        self.prefetch.completed += sum(waiting[expert] < each for expert in early.experts)
+        self.prefetch.landed += len(early.experts) - len(landing)
 
     def _submit_in_order(self, reads: list[Read]) -> None:
         """A layer waits for these: first what it computes with first."""

@@ -118,6 +118,9 @@ class DropCold(Policy):
             self.dropped += int(slots.sum())
             routing.drop(slots, renorm=self._renorm)
 
+    def count(self, totals: Totals) -> None:
+        totals.dropped += self.dropped
+
     def report(self, decode: Totals) -> dict[str, Any]:
         threshold = self.share / self._top_k
         return {"threshold": threshold, "routed": self.slots, "dropped": self.dropped}

@@ -12,6 +12,7 @@ from routeahead.prediction.predictions import Compute, Late, Predictions, ReadEa
 from routeahead.prediction.rankings import StepRankings
 from routeahead.routing.policy import Model, Policy, Precision, Routing
 from routeahead.setting import ROUTE_AHEAD, setting
+from routeahead.telemetry.counters import Totals
 from routeahead.types import Phase
 
 _PREDICTING = ("route_ahead", "predict_prefetch")
@@ -94,6 +95,10 @@ class PredictingPolicy(StepRankings, Policy):
 
     def product(self, layer: int) -> None:
         self.predictions.issue(layer)
+
+    def count(self, totals: Totals) -> None:
+        for name, seconds in vars(self.predictions.times).items():
+            setattr(totals, name, getattr(totals, name) + seconds)
 
     def recover(self) -> None:
         self.predictions.recover()

@@ -9,6 +9,7 @@ BigMoeOnEdge.)
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -158,6 +159,12 @@ class RouteAhead(PredictingPolicy):
     def bind(self, model: Model) -> None:
         self.counts = AheadCounts({layer: Agreement() for layer in model.layers})
         self._first = frozenset(model.layers[: self.depth])
+        if self.depth >= len(model.layers):
+            warnings.warn(
+                f"route_ahead={self.depth} commits nothing: the model has {len(model.layers)} MoE "
+                f"layers, and the first {self.depth} of a token are left to their routers",
+                stacklevel=2,
+            )
         self.predict_for(
             model,
             self._options,
@@ -205,6 +212,14 @@ class RouteAhead(PredictingPolicy):
         if not self.predictions.watchdog.armed:
             return "disarmed"
         return None if routing.layer in self else self._missing.get(routing.layer, "late")
+
+    def count(self, totals: Totals) -> None:
+        super().count(totals)
+        counts = self.counts
+        totals.committed += counts.committed
+        totals.passed_through += counts.passed_through
+        totals.compared_slots += counts.slots
+        totals.agreed_slots += counts.agreed_slots
 
     def report(self, decode: Totals) -> dict[str, Any]:
         counts = self.counts

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -189,11 +189,12 @@ class Predictions:
         start, inline = time.perf_counter(), 0.0
         target = self._model.later(routing.layer, self._consumer.depth)
         if target is not None and routing.ranked_for is None:
-            if routing.hidden is None:
-                self._consumer.cannot_predict(target, "unreadable")
+            if not self.ranker.seen(target):
+                self._consumer.cannot_predict(target, "first_token")
             elif not self._predictable(target):
-                seen = self.ranker.seen(target)
-                self._consumer.cannot_predict(target, "unranked" if seen else "first_token")
+                self._consumer.cannot_predict(target, "unranked")
+            elif routing.hidden is None:
+                self._consumer.cannot_predict(target, "unreadable")
             else:
                 prediction = Prediction(self._consumer.serial, target, routing.hidden)
                 self._submit(prediction, routing.layer)
@@ -245,14 +246,13 @@ class Predictions:
 
     def facts(self, decode: Totals) -> dict[str, Any]:
         """The watchdog's findings, and ms a decoded token (`PredictionTimes`)."""
-        tokens, watchdog = decode.tokens or 1, self.watchdog
-        seconds = {f.name: getattr(self.times, f.name) for f in fields(self.times)}
-        seconds["adopt_s"] = decode.adopt_s
+        names = ("gemv_s", "issue_s", "wait_s", "watchdog_s", "adopt_s")
         return {
-            "watched_slots": watchdog.slots,
-            "reproduced_slots": watchdog.reproduced,
-            "disarmed": watchdog.disarmed,
-            **{f"{name[:-2]}_ms_per_tok": 1e3 * value / tokens for name, value in seconds.items()},
+            "watched_slots": self.watchdog.slots,
+            "reproduced_slots": self.watchdog.reproduced,
+            "disarmed": self.watchdog.disarmed,
+            "convert_s": self.ranker.convert_s,
+            **{f"{name[:-2]}_ms_per_tok": 1e3 * decode.per_token(name) for name in names},
         }
 
     def lines(self, label: str, decode: Totals) -> list[str]:

@@ -223,7 +223,7 @@ def _committed_agreement(routes: Routes) -> dict[int, float]:
         strict=True,
     )
     for step, layer, expert, router, committed in rows:
-        if committed:
+        if committed and router >= 0:  # -1: it was not asked
             chosen.setdefault((step, layer), []).append((expert, router))
     for (_, layer), slots in chosen.items():
         counts = agreed.setdefault(layer, [0, 0])

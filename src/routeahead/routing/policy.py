@@ -70,7 +70,13 @@ class Ranking(NamedTuple):
 
 
 class Ranker(Protocol):
-    """Ranks experts as a layer's own router would, on any hidden row."""
+    """Ranks experts as a layer's own router would, on any hidden row.
+
+    Attributes:
+        convert_s: seconds that storing router matrices has taken.
+    """
+
+    convert_s: float
 
     def prepare(self) -> None:
         """Makes the routers usable that the graph has shown by now. Call it in `Policy.begin`."""
@@ -380,6 +386,9 @@ class Policy:
 
     def close(self) -> None:
         """The model is being closed."""
+
+    def count(self, totals: Totals) -> None:
+        """Adds what it has counted since the load; the engine takes the differences by batch."""
 
     def report(self, decode: Totals) -> dict[str, Any]:
         """What this policy did since the load, as JSON has it; `decode`: the run's totals."""

@@ -34,6 +34,12 @@ class Totals:
     Attributes:
         tokens: rows evaluated.
         batches: calls of llama_decode.
+        early_bytes: of reads that a lane began before their layer asked.
+        dropped: slots that were not read, and computed with weight 0.
+        committed, passed_through: routings that route-ahead decided, and that it should have.
+        compared_slots, agreed_slots: committed ones whose router was asked too, and those on which
+            it agreed.
+        gemv_s, issue_s, wait_s, watchdog_s: see `prediction.predictions.PredictionTimes`.
     """
 
     tokens: int = 0
@@ -48,6 +54,18 @@ class Totals:
     reads: int = 0
     hits: int = 0
     misses: int = 0
+    evictions: int = 0
+    rereads: int = 0
+    early_bytes: int = 0
+    dropped: int = 0
+    committed: int = 0
+    passed_through: int = 0
+    compared_slots: int = 0
+    agreed_slots: int = 0
+    gemv_s: float = 0.0
+    issue_s: float = 0.0
+    wait_s: float = 0.0
+    watchdog_s: float = 0.0
 
     @property
     def compute_s(self) -> float:

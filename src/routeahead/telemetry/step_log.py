@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,17 @@ from routeahead.telemetry.table import open_table
 
 _MS = ("wall_s", "compute_s", "stall_s", "io_s", "mgmt_s", "adopt_s", "cpu_s")
 _COUNTS = ("bytes_read", "reads", "hits", "misses")
+# Of policies: 0 where there is none.
+_POLICIES_MS = ("gemv_s", "issue_s", "wait_s", "watchdog_s")
+_POLICIES = (
+    "evictions", "rereads", "early_bytes", "dropped", "committed", "passed_through",
+    "compared_slots", "agreed_slots",
+)  # fmt: skip
 COLUMNS: Mapping[str, str] = {
     "token": "int64",
     **{f"{name[:-2]}_ms": "float64" for name in _MS},
-    **dict.fromkeys((*_COUNTS, "major_faults"), "int64"),
+    **dict.fromkeys((*_COUNTS, "major_faults", *_POLICIES), "int64"),
+    **{f"ra_{name[:-2]}_ms": "float64" for name in _POLICIES_MS},
 }
 # Lines that are written together: writing one takes as long as collecting ten. A run that is killed
 # loses at most as many.
@@ -39,7 +46,16 @@ class StepLog:
         """Records one decoded step."""
         self._tokens += step.tokens
         faults = _major_faults()
-        self._lines.append([self._tokens, *_cells(step), faults - self._faults])
+        self._lines.append(
+            [
+                self._tokens,
+                *_ms(step, _MS),
+                *(getattr(step, name) for name in _COUNTS),
+                faults - self._faults,
+                *(getattr(step, name) for name in _POLICIES),
+                *_ms(step, _POLICIES_MS),
+            ]
+        )
         self._faults = faults
         if len(self._lines) == _LINES:
             self._write()
@@ -57,9 +73,8 @@ class StepLog:
             self._table.close()
 
 
-def _cells(step: Totals) -> list[float | int]:
-    times = [round(1e3 * float(getattr(step, name)), 4) for name in _MS]
-    return [*times, *(getattr(step, name) for name in _COUNTS)]
+def _ms(step: Totals, names: Sequence[str]) -> list[float]:
+    return [round(1e3 * float(getattr(step, name)), 4) for name in names]
 
 
 def _major_faults() -> int:
