@@ -8,6 +8,7 @@ architectures. What is not understood is left to the router.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 
