@@ -11,7 +11,7 @@ from support import policies as routings
 from support.policies import Reads, model
 
 from routeahead.policies.drop import DropCold
-from routeahead.policies.route_ahead import RouteAhead
+from routeahead.policies.route_ahead import RouteAhead, RouteAheadSettings
 from routeahead.prediction.watchdog import WATCH_SLOTS, Watchdog
 from routeahead.routing.policy import Ranking
 from routeahead.routing.selection import SelectionRule
@@ -35,12 +35,14 @@ class Ranks:
 
     Attributes:
         asked: for which layers, in that order.
+        known: agreement by layer, of a calibration.
     """
 
     convert_s = 0.0
 
     def __init__(self, ids: list[int], probabilities: list[float]) -> None:
         self.asked: list[int] = []
+        self.known: dict[int, float] = {}
         self._ranking = Ranking(np.array(ids, np.int32), np.array(probabilities, np.float32))
 
     def prepare(self) -> None:
@@ -52,8 +54,14 @@ class Ranks:
     def seen(self, layer: int) -> bool:
         return True
 
+    def expected(self, layer: int) -> float | None:
+        return self.known.get(layer)
+
     def rule(self, layer: int) -> SelectionRule:
         return SelectionRule(len(self._ranking.ids), "softmax", weighing="softmax")
+
+    def rank(self, layer: int, hidden: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
+        return self._ranking.ids
 
     def predict(self, layer: int, hidden: npt.NDArray[np.float32]) -> Ranking:
         self.asked.append(layer)
@@ -119,6 +127,61 @@ def test_the_top_expert_is_read_however_little_it_weighs() -> None:
     policy, reads = reading([4, 9, 2], [0.3, 0.3, 0.3], drop=DropCold(1.0))
     pass_through(policy, 0, 3)
     assert reads.asked == [("early", 1, [4, 9, 2])]
+
+
+def aiming(least: float, *, skip: int = 0, layers: int = 4) -> tuple[RouteAhead, Reads, Ranks]:
+    options = RouteAheadSettings(
+        route_ahead=1, route_ahead_min_agreement=least, route_ahead_skip=skip
+    )
+    reads, ranker = Reads(), Ranks([4, 9], [1 / 32] * 32)
+    policy = RouteAhead(1, options=options)
+    policy.bind(model(range(layers), reads=reads, ranker=lambda precision: ranker))
+    policy.predictions.watchdog.every = 1 << 30
+    return policy, reads, ranker
+
+
+def token(policy: RouteAhead, layers: int, router: list[int]) -> list[bool]:
+    """Which layers of a token were committed, whose routers all choose `router`."""
+    policy.begin("decode", 0)
+    committed = []
+    for layer in range(layers):
+        hidden = np.ones((1, 64), np.float32)
+        routing = routings.routing(layer, np.array([router], np.int32), hidden=hidden)
+        policy.routed(routing)
+        policy.predict(routing)
+        policy.issued(routing)
+        committed.append(routing.committed)
+    return committed
+
+
+def test_nothing_is_predicted_from_the_layers_that_are_skipped() -> None:
+    policy, reads, ranker = aiming(0, skip=2)
+    assert token(policy, 4, [4, 9]) == [False, False, False, True]
+    assert ranker.asked == [3] and reads.asked == [("early", 3, [4, 9])]
+    assert policy.counts.by_reason["structural"] == 3 and policy.counts.passed_through == 0
+
+
+def test_a_layer_that_is_known_to_disagree_is_spared() -> None:
+    policy, reads, ranker = aiming(0.8)
+    ranker.known = {1: 0.79, 2: 0.8}
+    assert token(policy, 4, [4, 9]) == [False, False, True, True]
+    assert reads.asked == [("guess", 1, [4, 9]), ("early", 2, [4, 9]), ("early", 3, [4, 9])]
+    assert policy.counts.by_reason["spared"] == 1 and policy.counts.passed_through == 0
+
+
+def test_a_layer_that_turns_out_to_disagree_is_spared_until_it_agrees() -> None:
+    """Half of the slots agree, which is known after 32 tokens of two slots; then all do."""
+    policy, reads, _ = aiming(0.6)
+    for number in range(40):
+        assert token(policy, 4, [4, 5]) == [False, *[number < 32] * 3]
+    assert {kind for kind, *_ in reads.asked[-3:]} == {"guess"}
+    counts = policy.counts.by_layer[2]
+    assert (counts.slots, counts.agreed_slots) == (80, 40)
+    needed = 0
+    while not token(policy, 4, [9, 4])[2]:
+        needed += 1
+    # (40 + 2 n) / (80 + 2 n) is 0.6 at n = 10, and the token after that is committed.
+    assert needed == 10
 
 
 def test_more_depth_than_layers_says_so() -> None:

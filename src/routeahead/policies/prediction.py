@@ -55,6 +55,7 @@ class PredictingPolicy(StepRankings, Policy):
         *,
         late: Late,
         read_early: ReadEarly,
+        skip: int = 0,
         weighing: bool = False,
     ) -> None:
         """Makes the predictions, which take the model's other policies into account."""
@@ -75,8 +76,13 @@ class PredictingPolicy(StepRankings, Policy):
             read_early=read_early,
             recorded=forced.selection if forced else None,
             cold_share=drop.share if drop and drop.aware else 0.0,
+            skip=skip,
             weighing=weighing,
         )
+
+    def commits(self, layer: int) -> bool:
+        """Whether the layer is going to compute with what is predicted for it."""
+        return False
 
     def cannot_predict(self, layer: int, reason: Reason) -> None:
         """There will be no ranking for the layer in this step."""

@@ -10,6 +10,7 @@ BigMoeOnEdge.)
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +25,9 @@ from routeahead.telemetry.counters import Totals, share
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 # Route-ahead leaves these routings to the router by design; others are worth a look.
-EXPECTED: tuple[Reason, ...] = ("structural", "prefill")
+EXPECTED: tuple[Reason, ...] = ("structural", "prefill", "spared")
+
+COUNTED_SLOTS = 64  # of a layer, before its agreement is believed
 
 Weights = Literal["true", "predicted"]
 
@@ -64,6 +67,24 @@ class RouteAheadSettings(PredictionSettings):
         needs=("route_ahead",),
     )
 
+    route_ahead_skip: int = setting(
+        0,
+        "Predict nothing from the first K MoE layers, which know least of what is to come.",
+        ROUTE_AHEAD,
+        low=0,
+        metavar="K",
+        needs=("route_ahead",),
+    )
+    route_ahead_min_agreement: float = setting(
+        0.0,
+        "Leave a layer to its router where that agrees with less than this share of the predicted "
+        "slots, by the calibration's or the run's own count; what is predicted is a guess there.",
+        ROUTE_AHEAD,
+        low=0,
+        high=1,
+        metavar="A",
+        needs=("route_ahead",),
+    )
     route_ahead_gates: Path | None = setting(
         None,
         "Predict by the matrices that `routeahead calibrate` fitted to this model.",
@@ -158,20 +179,39 @@ class RouteAhead(PredictingPolicy):
 
     def bind(self, model: Model) -> None:
         self.counts = AheadCounts({layer: Agreement() for layer in model.layers})
-        self._first = frozenset(model.layers[: self.depth])
-        if self.depth >= len(model.layers):
+        first = self.depth + self._options.route_ahead_skip
+        self._first, self._experts = frozenset(model.layers[:first]), model.experts
+        if first >= len(model.layers):
             warnings.warn(
                 f"route_ahead={self.depth} commits nothing: the model has {len(model.layers)} MoE "
-                f"layers, and the first {self.depth} of a token are left to their routers",
+                f"layers, and the first {first} of a token are left to their routers",
                 stacklevel=2,
             )
         self.predict_for(
             model,
             self._options,
             late=self._late,
-            read_early=model.experts.read_early,
+            read_early=self._read,
+            skip=self._options.route_ahead_skip,
             weighing=self._options.route_ahead_weights == "predicted",
         )
+
+    def commits(self, layer: int) -> bool:
+        """Whether the layer's routing is committed if there is a ranking for it. Changes at the
+        layer's own routings only, so that it says the same from the prediction to the commit."""
+        least = self._options.route_ahead_min_agreement
+        if not least:
+            return True
+        known, counted = self.predictions.ranker.expected(layer), self.counts.by_layer[layer]
+        if known is None and counted.slots >= COUNTED_SLOTS:
+            known = counted.agreed_slots / counted.slots
+        return known is None or known >= least
+
+    def _read(self, layer: int, experts: Sequence[int]) -> None:
+        if self.commits(layer):
+            self._experts.read_early(layer, experts)
+        else:
+            self._experts.guess(layer, experts)
 
     def next_step(self) -> None:
         super().next_step()
@@ -195,12 +235,16 @@ class RouteAhead(PredictingPolicy):
         if len(ranking.ids) != len(routing.ids):  # rows whose output nobody wants stop before here
             counts.by_reason["fewer_rows"] += 1
             return
-        counts.committed += 1
-        if self.predictions.compares(routing):
+        commits = self.commits(layer)
+        if self.predictions.compares(routing) or not commits:
             agreement = counts.by_layer[layer]
             agreement.slots += ranking.ids.size
             for chosen, router in zip(ranking.ids.tolist(), routing.ids.tolist(), strict=True):
                 agreement.agreed_slots += len(set(chosen).intersection(router))
+        if not commits:
+            counts.by_reason["spared"] += 1
+            return
+        counts.committed += 1
         routing.choose(ranking.ids)
         self.predictions.weigh(routing, ranking)
 

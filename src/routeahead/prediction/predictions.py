@@ -44,6 +44,7 @@ Reason = Literal[
     "fewer_rows",
     "late",
     "disarmed",
+    "spared",
 ]
 
 # In a layer whose router is not lent, "graph" computes as "inline" does.
@@ -85,6 +86,8 @@ class Consumer(Protocol):
 
     def rows(self, layer: int) -> int: ...
 
+    def commits(self, layer: int) -> bool: ...
+
     def cannot_predict(self, layer: int, reason: Reason) -> None: ...
 
 
@@ -108,6 +111,7 @@ class Predictions:
         read_early: ReadEarly,
         recorded: Recorded | None = None,
         cold_share: float = 0.0,
+        skip: int = 0,
         weighing: bool = False,
     ) -> None:
         """
@@ -119,6 +123,7 @@ class Predictions:
             cold_share: an expert whose predicted share of a routing is below this over top-k is
                 going to be dropped if it is not resident, so that it is not read early; the top
                 expert always is.
+            skip: MoE layers at the beginning from which nothing is predicted.
             weighing: a ranking's probabilities are wanted with its ids.
         """
         self._model, self._consumer, self._late = model, consumer, late
@@ -127,6 +132,7 @@ class Predictions:
         self.times = PredictionTimes()
         self._predictor = _PREDICTORS[compute](self._rank)
         self._lends, self._weighing = compute == "graph", weighing
+        self._skipped = frozenset(model.layers[:skip])
         self._keeps = weighing or bool(cold_share)  # probabilities
         self._lender: int | None = None  # the next layer, if its router is lent
         self._refused: set[int] = set()  # layers whose routers turned out not to be lent
@@ -161,11 +167,17 @@ class Predictions:
         self.sampled = self.watchdog.wants()
         if not self._lends or self.sampled or self._consumer.rows(layer) != 1:
             return  # a product of several rows may be computed by another kernel
-        target = self._model.later(layer, self._consumer.depth)
+        target = self._target(layer) if self._consumer.commits(layer) else None
         if target is None or target not in self.ranker or layer in self._refused:
             return
         if self.ranker.lend(layer, target, hidden=not self._weighing):
             self._lender = layer
+
+    def _target(self, layer: int) -> int | None:
+        """The layer that is predicted from `layer`; None if there is none."""
+        if layer in self._skipped:
+            return None
+        return self._model.later(layer, self._consumer.depth)
 
     def settle(self, routing: Routing) -> None:
         """A layer's router has chosen, and no policy has chosen otherwise yet."""
@@ -187,7 +199,7 @@ class Predictions:
         if not self.active:
             return
         start, inline = time.perf_counter(), 0.0
-        target = self._model.later(routing.layer, self._consumer.depth)
+        target = self._target(routing.layer)
         if target is not None and routing.ranked_for is None:
             if not self.ranker.seen(target):
                 self._consumer.cannot_predict(target, "first_token")

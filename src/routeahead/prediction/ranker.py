@@ -87,6 +87,10 @@ class RouterRanker:
         assert router
         return as_float32(ggml.tensor_at(router.matrix))
 
+    def expected(self, layer: int) -> float | None:
+        gate = self._gates.get(layer)
+        return gate.agreement if gate else None
+
     def seen(self, layer: int) -> bool:
         return layer in self.input.routers
 

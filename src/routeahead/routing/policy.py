@@ -90,6 +90,11 @@ class Ranker(Protocol):
         """Whether the graph has shown how the layer chooses; it may not be understood."""
         ...
 
+    def expected(self, layer: int) -> float | None:
+        """Share of slots (0 to 1) on which `predict` agreed with the layer's router when it was
+        calibrated; None if it was not."""
+        ...
+
     def rule(self, layer: int) -> SelectionRule:
         """What turns the layer's logits into a selection."""
         ...
