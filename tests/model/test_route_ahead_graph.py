@@ -295,6 +295,37 @@ def test_several_rows_are_computed_as_inline_does(load: Load) -> None:
     np.testing.assert_array_equal(rows[:3], rows[3:])
 
 
+def test_where_nothing_is_committed_nothing_is_lent(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From skipped layers nothing is predicted, and a layer that is spared needs its router."""
+    rows = []
+    for compute in ("inline", "graph"):
+        llm = ahead(
+            load,
+            "qwen3moe",
+            compute,
+            route_ahead_skip=2,
+            route_ahead_weights="predicted",
+            poison=True,
+        )
+        rows.append(evaluate(llm, PROMPTS[0]))
+        counts = policy_of(llm).counts
+        assert counts.committed == 3 * len(TOKENS) and counts.passed_through == 0
+    np.testing.assert_array_equal(*rows)
+    monkeypatch.setattr("routeahead.policies.route_ahead.COUNTED_SLOTS", 8)
+    llm = ahead(
+        load, "qwen3moe", "graph", route_ahead_min_agreement=0.9, poison=True, wrap_reader=Delayed,
+        cache_mb=1, force_cache=True,
+    )  # fmt: skip
+    assert llm.source
+    llm.source.cache.budget = 2 * llm.layout.token_bytes()
+    evaluate(llm, token_batches(6, decode=60))
+    counts, made = policy_of(llm).counts, llm.source.prefetch
+    assert counts.by_reason["spared"] > 0 < counts.committed and counts.passed_through == 0
+    assert made.useful < made.issued  # some were guesses
+
+
 def test_routers_that_are_not_alike_are_not_lent(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
