@@ -49,7 +49,7 @@ def test_same_bytes_as_without(
     np.testing.assert_array_equal(logits[0], logits[1])
     ahead, without = sources
     assert ahead.prefetch.issued == ahead.prefetch.useful > 0
-    assert 0 < ahead.prefetch.landed <= ahead.prefetch.begun <= ahead.prefetch.issued
+    assert 0 < ahead.prefetch.landed <= ahead.prefetch.completed <= ahead.prefetch.issued
     assert ahead.cache.evictions > 0 and ahead.cache.protected == 0
     figures, reference = report(read_io_trace(early)), report(read_io_trace(plain))
     assert figures.decode_bytes == pytest.approx(reference.decode_bytes, rel=0.01)
@@ -138,11 +138,11 @@ def test_issued_begun_and_landed_in_time_are_told_apart(load: Load) -> None:
     while source.lanes._queues["committed"] and len(source.lanes._queues["committed"]) > 8:
         time.sleep(0.001)
     made = source.prefetch
-    assert (made.issued, made.begun, made.landed) == (3, 0, 0)
+    assert (made.issued, made.completed, made.landed) == (3, 0, 0)
     threading.Timer(0.05, gate.open.set).start()
     demand = source.require(3, [1, 2, 5])
     assert demand
-    assert (made.issued, made.begun, made.landed, made.useful) == (3, 1, 0, 3)
+    assert (made.issued, made.completed, made.landed, made.useful) == (3, 1, 0, 3)
     source.wait(demand)
     early, whole = source.lanes.early_bytes - before, source.lanes.bytes_read - read
     assert 0 < 5 * early <= whole  # one read of nine, each of whole blocks
@@ -151,7 +151,7 @@ def test_issued_begun_and_landed_in_time_are_told_apart(load: Load) -> None:
     while not source._early[4].done():
         time.sleep(0.001)
     assert source.require(4, [1, 2]) is None
-    assert (made.issued, made.begun, made.landed, made.useful) == (5, 3, 2, 5)
+    assert (made.issued, made.completed, made.landed, made.useful) == (5, 3, 2, 5)
     source.cache.release()
 
 

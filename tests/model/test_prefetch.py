@@ -63,8 +63,8 @@ def test_prefetchers_change_nothing(
     for batches, expected in zip(PROMPTS, library.resident(name), strict=True):
         np.testing.assert_array_equal(evaluate(llm, batches), expected)
     made = source.prefetch
-    assert 0 < made.useful <= made.begun <= made.issued
-    assert 0 < made.landed <= made.begun
+    assert 0 < made.useful <= made.completed <= made.issued
+    assert 0 < made.landed <= made.completed
     assert source.lanes.early_bytes > 0 and source.cache.protected == 0
 
 
@@ -100,7 +100,7 @@ def test_a_demand_load_cancels_guesses(load: Load, tmp_path: Path) -> None:
     )  # fmt: skip
     evaluate(llm, token_batches(2, decode=30))
     source = llm.source
-    assert source and source.prefetch.begun < source.prefetch.issued
+    assert source and source.prefetch.completed < source.prefetch.issued
     llm.close()
     figures = report(read_io_trace(path))
     assert figures.kinds["speculative"] > 0
