@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 import threading
 import time
@@ -425,6 +426,15 @@ def test_a_policy_that_reads_early_in_prompts(load: Load, expected: Expected) ->
     assert llm.source.prefetch.issued > 0 < llm.source.ahead.issued
 
 
+def test_rows_that_are_alike(load: Load) -> None:
+    """One token again and again uses few experts: the rest of each layer is left alone."""
+    llm = with_budget(load, NAME, 0)
+    llm.eval([7] * 60)
+    used = llm.source.cache.misses
+    assert used < len(llm.layout.moe_layers) * llm.layout.n_expert / 2
+    assert llm.source.ahead.issued < used
+
+
 def test_dropping_in_prompts_does_not_depend_on_the_disk(load: Load) -> None:
     """What is dropped depends on what is here: nothing is read ahead."""
     settings = {"drop_cold_experts": 0.5, "drop_in_prefill": True}
@@ -441,9 +451,11 @@ def test_dropping_in_prompts_does_not_depend_on_the_disk(load: Load) -> None:
 def test_usage() -> None:
     """Of many rows all experts; of few those that rows before used; of one, one in two rows'."""
     usage = Usage(8, 2)
+    assert not usage.known
     assert usage.likely(1) == usage.likely(0) == [] and usage.likely(3) == list(range(8))
     ids = np.array([[5, 1], [5, 2], [5, 1], [5, 7]], np.int32)
-    usage.add(ids)
+    assert usage.add(ids) == pytest.approx(math.log(0.5) / math.log(0.75)) and usage.known
+    assert Usage(8, 2).add(np.arange(16, dtype=np.int32).reshape(8, 2) % 8) == 8
     assert usage.likely(1) == [5]
     assert usage.likely(2) == [5, 1]
     assert usage.likely(3) == [5, 1, 2, 7]

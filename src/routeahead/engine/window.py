@@ -6,6 +6,7 @@ layer has routed. What it turns out not to use is taken back, if no lane has beg
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -27,13 +28,26 @@ class Usage:
         self._counts = np.zeros(n_expert)
         self._uniform = top_k / n_expert
 
-    def add(self, ids: Ids) -> None:
-        """Counts a routing (rows, top-k)."""
-        self._rows = self._rows / 2 + len(ids)
-        self._counts /= 2
-        self._counts += np.bincount(ids.ravel(), minlength=len(self._counts))
+    @property
+    def known(self) -> bool:
+        """Whether the layer was ever routed."""
+        return self._rows > 0
 
-    def likely(self, rows: int) -> list[int]:
+    def add(self, ids: Ids) -> float:
+        """Counts a routing (rows, top-k).
+
+        Returns how many rows of independent and uniform routings would use as many experts: fewer
+        than there are if the rows are alike.
+        """
+        counts = np.bincount(ids.ravel(), minlength=len(self._counts))
+        self._rows = self._rows / 2 + len(ids)
+        self._counts = self._counts / 2 + counts
+        unused = np.count_nonzero(counts == 0) / len(counts)
+        if not unused or self._uniform >= 1:
+            return len(ids)
+        return min(len(ids), math.log(unused) / math.log(1 - self._uniform))
+
+    def likely(self, rows: float) -> list[int]:
         """Experts that `rows` further rows will use with a probability of at least `_LIKELY`.
 
         Likeliest first, and those that are equally likely in the order of the file. A row uses an
@@ -89,10 +103,12 @@ class Window:
             self._first, self._rows = False, len(ids)
             self._left = max(0, self._left - self._rows)
             self.most = max(self.most, self._rows)
-        if len(ids):
-            self._usage[layer].add(ids)
+        alike = self._usage[layer].add(ids) if len(ids) else 0.0
         for later, rows in self._behind(layer):
-            if not self._source.read_ahead(later, self._usage[later].likely(rows)):
+            usage = self._usage[later]
+            # Of a layer that is not known, what this one made of the same rows tells most.
+            likely = usage.likely(rows if usage.known else min(rows, alike))
+            if not self._source.read_ahead(later, likely):
                 return
 
     def finished(self) -> bool:
