@@ -43,6 +43,11 @@ class StreamingArguments(TypedDict, total=False):
     # A committed expert's weight: its own router's ('true'), or what was predicted with it
     # ('predicted', which spares route_ahead_compute='graph' the products).
     route_ahead_weights: Literal["true", "predicted"]
+    # Predict nothing from the first K MoE layers, which know least of what is to come.
+    route_ahead_skip: int
+    # Leave a layer to its router where that agrees with less than this share of the predicted
+    # slots, by the calibration's or the run's own count; what is predicted is a guess there.
+    route_ahead_min_agreement: float
     # Predict by the matrices that `routeahead calibrate` fitted to this model.
     route_ahead_gates: Path | None
     # Score how well routings could have been predicted; changes nothing, and is slow.
