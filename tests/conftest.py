@@ -5,6 +5,7 @@ llama.cpp is imported by the fixtures that need it: the tests in `unit` run with
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from support.library import Library
 
     from routeahead import Llama
+
+# The user's own defaults are no part of a test.
+os.environ["ROUTEAHEAD_CONFIG"] = os.devnull
 
 # A shell ignores SIGINT for what it starts in the background, and children inherit that; the tests
 # that interrupt a run need it to arrive.

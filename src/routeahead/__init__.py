@@ -59,6 +59,7 @@ if not hasattr(os, "preadv"):
 
 # OpenMP's idle threads spin, and starve the lanes where cores are few. libgomp reads this when it
 # is loaded, hence before llama_cpp is imported.
+SPIN_GIVEN = "GOMP_SPINCOUNT" in os.environ
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 

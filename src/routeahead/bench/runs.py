@@ -219,10 +219,11 @@ def environment(cell: Cell) -> dict[str, str]:
     """This process's environment, and what the cell sets.
 
     GOMP_SPINCOUNT is left out: importing this package sets it, and a program that does not import
-    it would inherit it, so that plain llama.cpp would be measured with this package's setting.
+    it would inherit it, so that plain llama.cpp would be measured with this package's setting. The
+    user's own defaults are left out, too: a cell is what it says.
     """
     inherited = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    return inherited | cell.environment
+    return inherited | {"ROUTEAHEAD_CONFIG": os.devnull} | cell.environment
 
 
 @dataclass

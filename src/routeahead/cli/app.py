@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import signal
 import sys
 import warnings
@@ -11,6 +13,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from routeahead import SPIN_GIVEN
 from routeahead.cli import terminal
 from routeahead.cli.collector import no_collection, no_collection_at_exit
 from routeahead.errors import RouteAheadError
@@ -22,6 +25,7 @@ _VERBS = {
     "serve": ("serve", "serve"),
     "inspect": ("inspect", "inspect"),
     "doctor": ("doctor", "doctor"),
+    "tune": ("tune", "tune"),
     "bench": ("bench", "bench"),
     "eval": ("eval", "evaluate"),
     "calibrate": ("calibrate", "calibrate"),
@@ -51,12 +55,28 @@ class _Verbs(TyperGroup):
     def _load(self, verb: str) -> Any:
         if verb not in self.commands:
             name, function = _VERBS[verb]
+            _apply_spin()
             with no_collection():
+                from routeahead.cli.configured import ConfiguredCommand
+
                 module = importlib.import_module(f"routeahead.cli.{name}")
             single = typer.Typer(add_completion=False)
-            single.command(verb)(getattr(module, function))
+            single.command(verb, cls=ConfiguredCommand)(getattr(module, function))
             self.commands[verb] = typer.main.get_command(single)
         return self.commands[verb]
+
+
+def _apply_spin() -> None:
+    """Takes OpenMP's spin count from `config.toml`, unless the environment has one: libgomp reads
+    it when it is loaded, hence before a verb is imported."""
+    from routeahead.cli.config_file import read_config
+
+    if SPIN_GIVEN:
+        return
+    with contextlib.suppress(RouteAheadError):  # a verb that reads the file says what is wrong
+        spin = read_config().spin
+        if spin is not None:
+            os.environ["GOMP_SPINCOUNT"] = str(spin)
 
 
 app = typer.Typer(
