@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,18 @@ def test_a_cell_that_it_has_no_model_of(command: Command) -> None:
     }.items():
         done = command("bench", "--cell", cell, "--against-doctor", "--passes", 1)
         assert done.returncode == 1 and told in done.stderr, done.stderr
+    limited = command("bench", "--cell", "a:", "--against-doctor", "--memory-limit", 900)
+    assert limited.returncode == 1 and "knows of no --memory-limit" in limited.stderr
+
+
+def test_what_a_killed_doctor_left_is_deleted(
+    command: Command, hub: Hub, tmp_path: Path, large: Path
+) -> None:
+    hub.files[f"{REPO}/m-F16.gguf"] = large.read_bytes()
+    left, other = (tmp_path / "models" / name for name in (".doctor-left", ".doctor-running"))
+    for folder in (left, other):
+        folder.mkdir(parents=True)
+        (folder / "scratch").write_bytes(b"x")
+    os.utime(left, (0, 0))
+    examined(command, f"{REPO}:F16", "--cache-mb", 20)
+    assert list((tmp_path / "models").iterdir()) == [other]

@@ -220,9 +220,13 @@ def environment(cell: Cell) -> dict[str, str]:
 
     GOMP_SPINCOUNT is left out: importing this package sets it, and a program that does not import
     it would inherit it, so that plain llama.cpp would be measured with this package's setting. The
-    user's own defaults are left out, too: a cell is what it says.
+    user's own defaults (`config.toml`, ROUTEAHEAD_*) are left out, too: a cell is what it says.
     """
-    inherited = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "GOMP_SPINCOUNT" and not name.startswith("ROUTEAHEAD_")
+    }
     return inherited | {"ROUTEAHEAD_CONFIG": os.devnull} | cell.environment
 
 

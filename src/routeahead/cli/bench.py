@@ -121,6 +121,8 @@ def bench(
     options.announce(model)
     if against and ray:
         raise SettingsError("--against-doctor forecasts this machine, and --ray uses others")
+    if against and memory_limit:
+        raise SettingsError("--against-doctor knows of no --memory-limit: leave one of them out")
     told = against_doctor.forecasts(benchmark) if against else {}
     more = {"doctor": _as_json(told)} if told else {}
     with Cluster(ray) if ray else nullcontext() as cluster:

@@ -7,7 +7,9 @@ computes with it, as it would with the model: no product takes a shortcut for a 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from routeahead.hub.store import models_folder
 from routeahead.llamacpp.gguf_file import header_bytes
 from routeahead.llamacpp.gguf_metadata import HEADER_LIMIT
 
+_PREFIX, _FORGOTTEN_S = ".doctor-", 3600.0
 _FIRST = 4 << 20  # bytes of a header that are fetched at first: vocabularies take most of them
 
 
@@ -33,7 +36,10 @@ def hollow_copy(wanted: Reference) -> Iterator[Path]:
     model = choose(repository.models, wanted)
     root = models_folder()
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=root) as folder:
+    for left in root.glob(f"{_PREFIX}*"):  # of a doctor that was killed
+        if time.time() - left.stat().st_mtime > _FORGOTTEN_S:
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=root) as folder:
         places = [Path(folder) / file.path.rpartition("/")[2] for file in model.files]
         for file, place in zip(model.files, places, strict=True):
             _fetch_header(repository, file, place)
