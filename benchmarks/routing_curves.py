@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from routeahead.config import Settings
 from routeahead.replay.eviction import Policy
 from routeahead.replay.hits import replay
 from routeahead.telemetry.route_trace import read_trace
@@ -32,7 +33,10 @@ def curve(path: Path, source: str, experts: int | None) -> dict[str, Any]:
     whole = n_expert * sum(trace.expert_bytes.values())
     counted = trace.counting(WARMUP)
     points = [
-        [share, round(replay(counted, int(share * whole), Policy.LRU).hit_rate, 3)]
+        [
+            share,
+            round(replay(counted, int(share * whole), Policy(Settings.cache_policy)).hit_rate, 3),
+        ]
         for share in SHARES
         if share >= top_k / n_expert
     ]

@@ -65,30 +65,34 @@ def test_the_nearest_curve_uses_as_large_a_share_of_its_experts() -> None:
 
 
 class TestMemory:
-    def divided(self, free_mib: int, **settings: Any) -> Memory:
+    def divided(self, free_mib: int, context_length: int = 1 << 15, **settings: Any) -> Memory:
         return divide(
-            layout(),
+            layout(context_length),
             Settings(**settings),
             free=free_mib * MIB,
             dense=8 * MIB,
             buffers={"KV": 16 * MIB, "compute": 5 * MIB, "output": MIB, "model": 999 * MIB},
             context=1024,
+            rows=512,
             process=100 * MIB,
         )
 
     def test_what_is_left_is_for_experts(self) -> None:
         beside = 8 + 16 + HEADROOM // MIB + 48  # dense, KV, headroom, a prompt's layer
-        found = self.divided(beside + 60)
-        assert found.cache == 60 * MIB and found.fits and found.compute == 6 * MIB
-        assert found.share == 60 / 192
+        free = 424
+        ahead = (free - 8 - 16 - 48) // 8  # MiB that a prompt may read ahead: 44
+        found = self.divided(free)
+        assert found.cache == (free - beside - ahead) * MIB and found.fits
+        assert found.prompt == (48 + ahead) * MIB
+        assert found.share == (free - beside - ahead) / 192
         assert self.divided(10_000).cache == 192 * MIB  # all of them
-        assert self.divided(beside + 23).cache == 0  # a token routes to 24
-        assert self.divided(beside + 60, cache_mb=30).cache == 30 * MIB
-        assert not self.divided(beside).fits
+        assert self.divided(380).cache == 0  # 13.5 MiB, and a token routes to 24
+        assert self.divided(free, cache_mb=30).cache == 30 * MIB
+        assert self.divided(beside + 1).fits and not self.divided(beside).fits
 
     def test_a_longer_context_costs_the_cache(self) -> None:
-        beside = 8 + HEADROOM // MIB + 48
-        assert self.divided(beside + 24 + 64).context_room == 4096
+        room = 10_000 - 8 - HEADROOM // MIB - 2 * 48 - 24  # all but the experts of one token
+        assert self.divided(10_000, context_length=1 << 30).context_room == room * 64
         assert self.divided(10_000).context_room == 1 << 15  # what it was trained for
 
 

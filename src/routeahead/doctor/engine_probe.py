@@ -35,6 +35,7 @@ class Engine:
         row_s: a row of a prompt that misses nothing.
         buffers: what llama.cpp allocated, such as "KV" and "compute" → bytes.
         context: tokens of the context for which it did.
+        rows: of a prompt that are evaluated at once.
         threads: that computed.
     """
 
@@ -46,6 +47,7 @@ class Engine:
     row_s: float
     buffers: dict[str, int]
     context: int
+    rows: int
     threads: int
 
 
@@ -109,6 +111,7 @@ def probe_engine(
             row_s=row_s,
             buffers=dict(llm.buffers),
             context=llm.n_ctx(),
+            rows=llm.n_batch,
             threads=llm.n_threads,
         )
     finally:

@@ -22,6 +22,7 @@ from routeahead.doctor.disk_probe import (
 from routeahead.doctor.engine_probe import Engine, probe_engine
 from routeahead.doctor.forecast import Forecast, Traffic, forecast, traffic
 from routeahead.doctor.memory import Memory, divide
+from routeahead.engine.ubatch import DEFAULT
 from routeahead.errors import ModelError, SettingsError
 from routeahead.experts.layout import MIB, ModelLayout, Shard
 from routeahead.llamacpp.gguf_file import read_layout
@@ -31,7 +32,7 @@ Say = Callable[[str], None]
 
 MODELLED = (
     "cache_mb", "cache_floor_mb", "force_cache", "io_threads", "overlap", "dense", "direct_io",
-    "throttle", "throttle_latency_ms", "replay_routing", "n_expert_used",
+    "throttle", "throttle_latency_ms", "replay_routing", "n_expert_used", "cache_policy", "ubatch",
 )  # fmt: skip
 """Settings that a forecast knows of."""
 
@@ -97,7 +98,7 @@ def examine(
     say("reading slices of experts from the disk")
     disk = _probe_disk(layout, settings, here)
     sizes = {"free": free, "dense": layout.dense_bytes, "process": process}
-    memory = divide(layout, settings, buffers={}, context=context, **sizes)
+    memory = divide(layout, settings, buffers={}, context=context, rows=DEFAULT, **sizes)
     if not memory.fits:
         return Examination(layout, memory, disk, None, None, None)
     say("loading the dense weights, and computing some tokens")
@@ -107,7 +108,7 @@ def examine(
         expected_cold_s=expected_s if here else float("inf"),
     )  # fmt: skip
     memory = divide(
-        layout, settings, buffers=engine.buffers, context=engine.context,
+        layout, settings, buffers=engine.buffers, context=engine.context, rows=engine.rows,
         **(sizes | {"dense": engine.dense_bytes}),
     )  # fmt: skip
     routed = traffic(layout, settings, memory, warmup=warmup, tokens=tokens)

@@ -96,7 +96,7 @@ def traffic(
         curve = nearest_curve(layout)
         return Traffic(str(curve), curve.hit_rate(memory.share))
     trace = _as_decoded(read_trace(settings.replay_routing), layout).counting(warmup, tokens)
-    result = replay(trace, memory.cache, Policy.LRU)
+    result = replay(trace, memory.cache, Policy(settings.cache_policy))
     text = f"the recorded routing {settings.replay_routing}"
     return Traffic(text, result.hit_rate, trace, result.misses_by_batch)
 
@@ -219,4 +219,7 @@ def _prompt_s(
         used = (settings.n_expert_used or layout.top_k(tensor.layer)) / tensor.n_expert
         read += tensor.expert_bytes * tensor.n_expert * (1 - (1 - used) ** rows)
     resident = memory.share if rows > _GREETING else 0.0  # a cold start has nothing
-    return read * (1 - resident) / disk.bandwidth + rows * engine.row_s
+    read_s, compute_s = read * (1 - resident) / disk.bandwidth, rows * engine.row_s
+    # Later layers are read while a layer computes; the first one waits for its own bytes.
+    less, more = sorted((read_s, compute_s))
+    return more + less / len(layout.moe_layers)

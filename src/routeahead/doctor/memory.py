@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from routeahead.config import Settings
 from routeahead.engine.budget import HEADROOM
+from routeahead.engine.streamed_model import WINDOW
+from routeahead.engine.ubatch import DEFAULT, buffer_bytes
 from routeahead.experts.layout import MIB, ModelLayout
 
 
@@ -17,9 +19,10 @@ class Memory:
         free: that this process may take, before it loads anything.
         dense: weights that every token uses.
         kv: the KV cache of the context.
-        compute: llama.cpp's other buffers.
+        compute: of llama.cpp's other buffers, what a prompt writes to.
         process: Python and its libraries.
-        prompt: one layer's experts, which a prompt takes beyond the cache.
+        prompt: one layer's experts, which a prompt takes beyond the cache, and what is read ahead.
+        smallest: what all of it takes with no cache and nothing read ahead.
         cache: experts, as the settings or the free memory have it; 0 if there is no room.
         least: of the experts that one token routes to.
         experts: all of them.
@@ -34,6 +37,7 @@ class Memory:
     compute: int
     process: int
     prompt: int
+    smallest: int
     cache: int
     least: int
     experts: int
@@ -53,7 +57,7 @@ class Memory:
     @property
     def fits(self) -> bool:
         """Whether it runs: with no cache too, if everything else has room."""
-        return self.free > self.dense + self.kv + HEADROOM + self.prompt
+        return self.free > self.smallest
 
 
 def divide(
@@ -64,13 +68,24 @@ def divide(
     dense: int,
     buffers: dict[str, int],
     context: int,
+    rows: int,
     process: int,
 ) -> Memory:
-    """Divides what is free as a run does (`engine.budget`)."""
+    """Divides what is free as a run does (`engine.budget`, `engine.streamed_model`).
+
+    Args:
+        buffers: what llama.cpp allocated; empty if it has not been asked.
+        context: tokens.
+        rows: of a prompt that are evaluated at once.
+    """
     kv = buffers.get("KV", 0) + buffers.get("RS", 0)
-    others = sum(size for name, size in buffers.items() if name in ("compute", "output"))
-    prompt, least = layout.layer_bytes(), layout.token_bytes(settings.n_expert_used)
-    left = free - dense - HEADROOM - prompt
+    written = buffer_bytes(layout, rows, context, flash_attention=False)
+    usual = buffer_bytes(layout, DEFAULT, context, flash_attention=False)
+    more = max(0, written - usual)  # the headroom has room for the usual
+    layer, least = layout.layer_bytes(), layout.token_bytes(settings.n_expert_used)
+    smallest = dense + kv + HEADROOM + layer
+    ahead = max(0, min(layer, WINDOW, (free - dense - kv - layer - more) // 8))
+    left = free - dense - HEADROOM - layer - ahead - more
     chosen = settings.cache_mb
     room = max(0, left - kv)
     wanted = layout.expert_bytes if chosen == "auto" else int(chosen) * MIB
@@ -83,9 +98,10 @@ def divide(
         free=free,
         dense=dense,
         kv=kv,
-        compute=others,
+        compute=min(written, buffers.get("compute", 0)) + buffers.get("output", 0),
         process=process,
-        prompt=prompt,
+        prompt=layer + ahead,
+        smallest=smallest,
         cache=0 if cache < least and not settings.force_cache else cache,
         least=least,
         experts=layout.expert_bytes,
