@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from routeahead.config import Settings
 from routeahead.engine.budget import HEADROOM
-from routeahead.engine.streamed_model import WINDOW
 from routeahead.engine.ubatch import DEFAULT, buffer_bytes
+from routeahead.engine.window import WINDOW
 from routeahead.experts.layout import MIB, ModelLayout
 
 

@@ -23,7 +23,7 @@ from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.profile import read_uses, write_uses
 from routeahead.engine.stream import Stream
 from routeahead.engine.ubatch import DEFAULT, buffer_bytes
-from routeahead.engine.window import Window
+from routeahead.engine.window import WINDOW, Window
 from routeahead.errors import SettingsError, no_thread
 from routeahead.experts.arena import Arena
 from routeahead.experts.dense import dense_runs, read_dense
@@ -40,9 +40,6 @@ from routeahead.prediction.ranker import RouterRanker
 from routeahead.routing.policy import Model, Policy, Precision
 from routeahead.telemetry.output_files import check_apart
 from routeahead.telemetry.recorder import NOTHING, Outputs, Recorder
-
-WINDOW = 512 * MIB
-"""Bytes that may be read ahead for a prompt, or those of one layer if it has fewer."""
 
 Progress = Callable[[int, int], None]
 WrapReader = Callable[[Reader], Reader]

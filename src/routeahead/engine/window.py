@@ -12,12 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from routeahead.experts.layout import MIB
 from routeahead.experts.source import ExpertSource
 from routeahead.types import Ids
 
 _LIKELY = 0.5
 """An expert that is used with less than this probability is not read ahead: reads that later prove
 useless would outweigh the time that the others save."""
+
+WINDOW = 512 * MIB
+"""Bytes that may be read ahead for a prompt, or those of one layer if it has fewer."""
 
 
 class Usage:
