@@ -167,6 +167,6 @@ def _early_lines(source: ExpertSource, made_by: str) -> list[str]:
     return [
         f"moe-prefetch: {mib} MiB ahead, {early.useful}/{early.issued} experts useful "
         f"({share(early.useful, early.issued)}); when their layer came, "
-        f"{share(early.completed, early.issued)} were begun and {share(early.landed, early.issued)} "
-        f"there [{made_by}]"
+        f"{share(early.completed, early.issued)} were begun and "
+        f"{share(early.landed, early.issued)} there [{made_by}]"
     ]
