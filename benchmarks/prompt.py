@@ -1,7 +1,7 @@
 """How long a prompt takes to its first token, against what compute and the disk allow.
 
     python benchmarks/make_model.py MODEL --layers 12
-    GOMP_SPINCOUNT=10000 python benchmarks/prompt.py MODEL --json prompt.json
+    GOMP_SPINCOUNT=10000 python benchmarks/prompt.py MODEL --context 2048 --json prompt.json
     GOMP_SPINCOUNT=10000 python benchmarks/prompt.py MODEL --rows 8192 --passes 1 --cells 600:600
 
 The bound is 1.1 times the larger of compute (the resident model's time for the same prompt, with

@@ -26,6 +26,7 @@ from typing import Any
 from cli_json import cli_json
 
 from routeahead.bench.machine_state import drop_page_cache
+from routeahead.engine.window import WINDOW
 from routeahead.experts.arena import Reservation
 from routeahead.experts.layout import BLOCK, MIB, ModelLayout
 from routeahead.llamacpp.gguf_file import read_layout
@@ -167,6 +168,7 @@ def memory(layout: ModelLayout, model: Path, options: Any) -> None:
         "compute buffers": sum(map(float, _COMPUTE_BUFFER.findall(log))),
         "cache": options.cache_mb,
         "one layer": layout.layer_bytes() / MIB,
+        "read ahead": min(layout.layer_bytes(), WINDOW) / MIB,
         "slack": SLACK_MIB,
     }
     peak, bound = found["counters"]["peak_rss_bytes"] / MIB, sum(parts.values())
