@@ -88,9 +88,12 @@ def main() -> None:
         times = {way: [float(str(run["s"])) for run in of] for way, of in runs.items()}
         off, on = (statistics.median(times[way]) for way in ("off", "on"))
         read = {w: statistics.median(float(str(r["mib"])) for r in runs[w]) for w in runs}
+        ratio = paired_ratio(times["off"], times["on"])
+        known = ratio.low is not None and ratio.high is not None
+        interval = f"{ratio.low:.2f} to {ratio.high:.2f}" if known else "too few for an interval"
         print(
             f"after {pause} s: {options.tokens} tokens in {off:.2f} s, filling {on:.2f} s; "
-            f"speed of filling / not: {paired_ratio(times['off'], times['on'])}; "
+            f"speed of filling / not: {ratio.median:.2f} ({interval}, {ratio.pairs} pairs); "
             f"{read['off']:.0f} and {read['on']:.0f} MiB read meanwhile"
         )
     if options.json:
