@@ -36,6 +36,8 @@ from routeahead.types import CachePolicy
 DenseMode = Literal["anon", "mmap"]
 GpuLayers = int | Literal["auto", "all"]
 Rows = int | Literal["auto"]
+# Settings that a resident model has too.
+OF_RESIDENT_TOO = ("n_expert_used", "n_gpu_layers", "ubatch", "lookup")
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,15 @@ class Settings(
         flags=("-ngl", "--gpu-layers", "--n-gpu-layers"),
         metavar="N|auto|all",
     )
+    lookup: int = setting(
+        0,
+        "Guess up to N tokens from what the text has said before, and verify them in one batch; "
+        "0 is off.",
+        STREAMING,
+        low=0,
+        high=256,
+        metavar="N",
+    )
     policy: tuple[str, ...] = setting(
         (),
         "A policy of your own (docs/policy-api.md); may be given several times.",
@@ -199,9 +210,7 @@ class Settings(
     def _refuse_streaming_settings(self) -> None:
         plain = Settings(resident=True)
         for name, value in asdict(self).items():
-            if name not in ("n_expert_used", "n_gpu_layers", "ubatch") and value != getattr(
-                plain, name
-            ):
+            if name not in OF_RESIDENT_TOO and value != getattr(plain, name):
                 raise SettingsError(
                     f"resident streams nothing, so {name}={value!r} means nothing: drop one of them"
                 )

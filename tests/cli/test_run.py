@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.commands import Command, Done
-from support.library import Library
+from support.library import Library, csv_rows
 
 from routeahead.cli.options import mib
 from routeahead.models import DEFAULT_MODEL
@@ -312,3 +312,28 @@ def test_the_engine_keeps_them_apart_too(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="is the recorded routing"):
         Llama(DEFAULT_MODEL, replay_routing=trace, outputs=Outputs(route_trace=trace))
     assert trace.read_text() == "recorded"
+
+
+def test_lookup_is_counted(report: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """Guesses save batches, change no text, and the report says what they cost and brought."""
+    arguments = ("-p", LOOP, "--raw", "-n", 40, "--cache-mb", 2)
+    plain = report(*arguments)
+    csv = tmp_path / "steps.csv"
+    found = report(*arguments, "--lookup", 8, "--csv", csv)
+    assert found["text"] == plain["text"]
+    counters, steps = found["counters"], found["decode_steps"]
+    assert 0 < counters["accepted"] <= counters["drafted"] and counters["draft_bytes"] > 0
+    assert len(steps["wall_s"]) < 30 and sum(steps["kept"]) >= 39
+    assert sum(steps["kept"]) == len(steps["kept"]) + counters["accepted"]
+    rows = csv_rows(csv)
+    assert [int(row["accepted"]) + 1 for row in rows] == steps["kept"]
+    assert int(rows[-1]["token"]) == sum(steps["kept"])
+    assert sum(int(row["drafted"]) for row in rows) == counters["drafted"]
+    assert plain["counters"]["drafted"] == 0
+
+
+def test_lookup_in_a_terminal(command: Command) -> None:
+    done = command("run", "-p", LOOP, "--raw", "-n", 40, "--cache-mb", 2, "--lookup", 8)
+    line = next(one for one in done.stderr.splitlines() if one.startswith("moe-draft: "))
+    assert "guessed tokens right" in line and "MiB a token there" in line
+    refused(command("run", "-p", "x", "--lookup", 8, "--forced-tokens", "seed:1"), "--lookup")

@@ -19,6 +19,7 @@ from support.architecture_table import EXPERTS, INNER, MODELS, TOP_K, WIDTH
 from support.library import CONTEXT, PROMPTS, evaluate
 from support.llama_library import LlamaLibrary
 from support.reference import Resident
+from support.speculation import Fortune, Spy, text
 
 from routeahead import Llama, SettingsError
 from routeahead.cli.inspect import facts
@@ -242,3 +243,36 @@ def test_adapters(written: Write, tmp_path: Path, part: str) -> None:
         with Loaded(path, cell, {"lora_path": str(adapter)}) as llm:
             for batches, logits in zip(PROMPTS, expected[1], strict=True):
                 np.testing.assert_array_equal(evaluate(llm, batches), logits)
+
+
+TAKES_BACK = {
+    "llama4": True,
+    "smallthinker": True,
+    "deepseek4:table3": False,
+    "nemotron_h_moe": False,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in TAKES_BACK else [pytest.mark.slow]) for n in MODELS]
+)
+def test_guesses_are_verified_or_refused(written: Write, name: str) -> None:
+    """A text with guesses has the resident run's logits in every row, or they are refused."""
+    path, prompt = written(name), PROMPTS[0][0]
+    plain = Llama(path, n_ctx=CONTEXT, n_threads=1, resident=True)
+    known = [*prompt, *text(plain, prompt, 60, temp=0.0)] if plain._ctx.memory else []
+    plain.close()
+    try:
+        llm = Llama(path, n_ctx=CONTEXT, n_threads=1, cache_mb=0, draft_model=Fortune(known))
+    except SettingsError as error:
+        assert "cannot be cut back" in str(error)
+        assert not TAKES_BACK.get(name, False)
+        return
+    assert TAKES_BACK.get(name, True)
+    with closing(llm):
+        spy = Spy().watch(llm)
+        text(llm, prompt, 60, temp=0.0)
+        assert llm.counters.decode.drafted > llm.counters.decode.accepted > 0
+    resident = Resident(path, n_ctx=CONTEXT, threads=1)
+    spy.assert_as(resident)
+    resident.close()

@@ -86,14 +86,19 @@ class Resident:
             rows.append(np.ctypeslib.as_array(pointer, shape=(self.n_vocab,)).copy())
         return np.stack(rows)
 
+    def rows(self, tokens: Sequence[int], at: int) -> Logits:
+        """Logits (len(tokens), vocabulary) of every row of one batch that begins at position `at`;
+        what the context held from there on is forgotten."""
+        assert C.llama_memory_seq_rm(self._memory, 0, at, -1)
+        batch = _batch(tokens, at)
+        assert C.llama_decode(self._context, batch) == 0
+        C.llama_batch_free(batch)
+        pointer = C.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(pointer, shape=(len(tokens), self.n_vocab)).copy()
+
     def embed(self, tokens: Sequence[int]) -> Logits:
         """Embeddings of a text, (1, width), or (tokens, width) of a model that does not pool."""
-        batch = C.llama_batch_init(len(tokens), 0, 1)
-        for index, token in enumerate(tokens):
-            batch.token[index], batch.pos[index] = token, index
-            batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
-            batch.logits[index] = True
-        batch.n_tokens = len(tokens)
+        batch = _batch(tokens, 0)
         assert C.llama_decode(self._context, batch) == 0
         C.llama_batch_free(batch)
         width = C.llama_model_n_embd(self._model)
@@ -105,3 +110,14 @@ class Resident:
     def close(self) -> None:
         C.llama_free(self._context)
         C.llama_model_free(self._model)
+
+
+def _batch(tokens: Sequence[int], at: int) -> Any:
+    """A batch of one sequence with outputs for every row."""
+    batch = C.llama_batch_init(len(tokens), 0, 1)
+    for index, token in enumerate(tokens):
+        batch.token[index], batch.pos[index] = token, at + index
+        batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
+        batch.logits[index] = True
+    batch.n_tokens = len(tokens)
+    return batch

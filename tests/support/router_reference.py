@@ -71,16 +71,23 @@ class Forced(Stepwise):
         product, topk = kind == b"ffn_moe_logits", kind == b"ffn_moe_topk"
         if ask or not self._decoding:
             return self._decoding and (product or topk)
-        key = (self._position, int(layer))
-        if product:
-            row = Tensor.from_address(tensor.src[1])
-            memory = (ctypes.c_float * row.ne[0]).from_address(row.data)
-            self.inputs[key] = np.array(memory, np.float32)
-        else:
-            ids = np.frombuffer((ctypes.c_int32 * tensor.ne[0]).from_address(tensor.data), np.int32)
-            self.chosen[key] = ids.copy()
-            ids[:] = self._recorded[key]
+        for row in range(tensor.ne[1]):
+            key = (self._position + row, int(layer))
+            if product:
+                given = Tensor.from_address(tensor.src[1])
+                address = given.data + row * given.nb[1]
+                memory = (ctypes.c_float * given.ne[0]).from_address(address)
+                self.inputs[key] = np.array(memory, np.float32)
+            else:
+                address = tensor.data + row * tensor.nb[1]
+                ids = np.frombuffer((ctypes.c_int32 * tensor.ne[0]).from_address(address), np.int32)
+                self.chosen[key] = ids.copy()
+                ids[:] = self._recorded[key]
         return True
+
+    def rows(self, tokens: Sequence[int], at: int) -> Logits:
+        self._position, self._decoding = at, True
+        return super().rows(tokens, at)
 
 
 class Routers:

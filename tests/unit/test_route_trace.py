@@ -129,3 +129,21 @@ def test_first_layers_end_in_a_layer_that_routes_the_last_prompt_token_only(tmp_
         Batch("decode", 2, 1, (21,)),
     ]
     assert set(cut.expert_bytes) == {0, 1} and len(cut.slots) == 5
+
+
+def test_rows_that_were_verified_together_are_one_batch(tmp_path: Path) -> None:
+    """Guesses that were wrong are routed again, as what was right: the last one counts."""
+    path = tmp_path / "t.csv"
+    rows = [(1, 1, 0, 0, 7), (1, 2, 0, 0, 3), (1, 1, 2, 0, 1), (1, 2, 2, 0, 2)]
+    path.write_text(csv_text([*rows, (1, 2, 0, 0, 5), (1, 2, 2, 0, 4)]))
+    trace = read_trace(path)
+    assert trace.batches == [
+        Batch("decode", 1, 0, (7, 3)),
+        Batch("decode", 1, 2, (1, 2)),
+        Batch("decode", 2, 0, (5,)),
+        Batch("decode", 2, 2, (4,)),
+    ]
+    assert len(trace.decoded_tokens()) == 2
+    assert {key: ids.tolist() for key, ids in trace.selections().items()} == {
+        (1, 0): [7], (1, 2): [1], (2, 0): [5], (2, 2): [4],
+    }  # fmt: skip

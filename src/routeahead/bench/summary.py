@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
 from typing import Any
 
 from routeahead.bench.runs import Run
@@ -102,7 +101,10 @@ def figures(report: Mapping[str, Any], warmup: int) -> dict[str, float]:
     Times are in ms a token. `mib_per_s` is what was read divided by the time that decoding took,
     not by the time that reads took: what the disk has to sustain at this speed.
     """
-    token = {name: fmean(values[warmup:]) for name, values in report["decode_steps"].items()}
+    steps = {name: values[warmup:] for name, values in report["decode_steps"].items()}
+    # A step has several tokens where guesses were right.
+    tokens = sum(steps.pop("kept", None) or [1] * len(steps["wall_s"]))
+    token = {name: sum(values) / tokens for name, values in steps.items()}
     found = {SPEED: 1 / token["wall_s"], "ms": 1e3 * token["wall_s"]}
     for name in _TIMES:
         if f"{name}_s" in token:

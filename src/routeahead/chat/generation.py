@@ -186,7 +186,7 @@ class Generation:
     def _logprob(self, token: int) -> TokenLogprob | None:
         if self._ask.logprobs is None:
             return None
-        row = llama_cpp.llama_get_logits_ith(self._llm.ctx, -1)
+        row = llama_cpp.llama_get_logits_ith(self._llm.ctx, self._llm.drawn_from)
         logits = np.ctypeslib.as_array(row, shape=(self._llm.n_vocab(),))
         scores = llama_cpp.Llama.logits_to_logprobs(logits)
         likeliest = np.argsort(-scores, kind="stable")[: self._ask.logprobs].tolist()

@@ -160,7 +160,7 @@ class Conversation:
 
     def _figures(self, generation: Generation, step: Totals) -> str:
         """One line: how fast, what it waited for, what was in memory."""
-        rate = step.tokens / step.wall_s if step.wall_s else 0.0
+        rate = step.kept / step.wall_s if step.wall_s else 0.0
         new = generation.prompt_tokens - generation.cached_tokens
         parts = [
             f"{len(generation.tokens)} tokens",

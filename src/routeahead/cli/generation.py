@@ -22,7 +22,7 @@ from routeahead.telemetry.counters import Totals
 # What a report has of each decoded token, so that a benchmark can leave out the first ones.
 STEP_COLUMNS = (
     "wall_s", "compute_s", "stall_s", "adopt_s", "mgmt_s", "io_s", "cpu_s", "bytes_read", "hits",
-    "misses",
+    "misses", "kept",
 )  # fmt: skip
 
 
@@ -32,7 +32,7 @@ class Generation:
     Attributes:
         prompt_tokens, tokens: ids.
         text: what was generated so far.
-        decode_steps: what was counted for each decoded token.
+        decode_steps: what was counted for each decoded batch.
         interrupted: whether it was stopped from outside.
         seed: as it was given.
         first_token_s, total_s: from the start of the prompt's evaluation.
@@ -111,7 +111,9 @@ class Generation:
             step = llm.counters.decode.minus(counted)
             if step.tokens:
                 self.decode_steps.append(step)
-                counted = replace(llm.counters.decode)
+            elif step.accepted:
+                self.decode_steps[-1].add(step)
+            counted = replace(llm.counters.decode)
             self.first_token_s = self.first_token_s or time.perf_counter() - started
             ended = self._forced is None and llama_cpp.llama_vocab_is_eog(vocabulary, token)
             if ended or len(self.tokens) >= self._limit:

@@ -39,6 +39,10 @@ def counters(llm: Llama, first_token_s: float, total_s: float) -> dict[str, floa
         "mgmt_s_per_token": decode.per_token("mgmt_s"),
         "cpu_s_per_token": decode.per_token("cpu_s"),
         "bytes_per_token": decode.per_token("bytes_read"),
+        "drafts": decode.drafts,
+        "draft_bytes": decode.draft_bytes,
+        "drafted": decode.drafted,
+        "accepted": decode.accepted,
         "decode_hits": decode.hits,
         "decode_misses": decode.misses,
         "prefill_compute_s": prefill.compute_s,
@@ -109,7 +113,7 @@ def lines(llm: Llama, figures: dict[str, float | int], prompt: int, generated: i
             f"stall {parts['stall']}, management {parts['mgmt']}"
         )
     if source is None:
-        return found
+        return [*found, *_draft_lines(llm)]
     resizes, least = figures["cache_resizes"], int(figures["cache_least_bytes"]) // MIB
     resized = f" (memory was short: resized {resizes} times, least {least})" if resizes else ""
     found.append(f"moe-cache: {source.cache.budget // MIB} MiB{resized}, {_cache(llm, figures)}")
@@ -127,7 +131,12 @@ def lines(llm: Llama, figures: dict[str, float | int], prompt: int, generated: i
             f"moe-fill: {source.lanes.idle_bytes // MIB} MiB read by idle lanes; "
             f"{figures['filled_used']}/{figures['filled_experts']} experts used"
         )
-    return [*found, *llm.policies.lines(decode), *_early_lines(source, llm.policies.reads_early)]
+    return [
+        *found,
+        *_draft_lines(llm),
+        *llm.policies.lines(decode),
+        *_early_lines(source, llm.policies.reads_early),
+    ]
 
 
 def _device_line(llm: Llama) -> list[str]:
@@ -157,6 +166,24 @@ def _cache(llm: Llama, figures: dict[str, float | int]) -> str:
         f"{decode.per_token('bytes_read') / MIB:.1f} MiB a token in "
         f"{decode.per_token('reads'):.1f} reads; {kept}, {figures['rereads']} re-reads"
     )
+
+
+def _draft_lines(llm: Llama) -> list[str]:
+    """What guessed tokens cost and brought, if any were guessed."""
+    if not llm.draft_model:
+        return []
+    decode = llm.counters.decode
+    line = (
+        f"moe-draft: {decode.accepted}/{decode.drafted} guessed tokens right "
+        f"({share(decode.accepted, decode.drafted)}) in {decode.drafts} batches"
+    )
+    kept, others = decode.drafts + decode.accepted, decode.batches - decode.drafts
+    if llm.source and decode.drafts:
+        line += f"; {decode.draft_bytes / kept / MIB:.2f} MiB a token there"
+        if others:
+            apart = (decode.bytes_read - decode.draft_bytes) / others / MIB
+            line += f", {apart:.2f} in the {others} others"
+    return [line]
 
 
 def _early_lines(source: ExpertSource, made_by: str) -> list[str]:

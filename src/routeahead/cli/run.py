@@ -130,6 +130,8 @@ def run(
         "repeat_penalty": repeat_penalty,
         **_of_temperature(temp, top_k=top_k, top_p=top_p, min_p=min_p),
     }
+    if forced_tokens and settings["lookup"]:
+        raise SettingsError("--lookup guesses what is sampled: not with --forced-tokens")
     # What is piped into a run that is fed with tokens is not for it.
     fed = bool(forced_tokens) and prompt is None and prompt_file is None
     text = "" if fed else read_prompt(prompt, prompt_file)

@@ -89,6 +89,9 @@ class StreamingArguments(TypedDict, total=False):
     # Layers whose dense weights go to a device (docs/gpu.md): a number, 'auto' for what fits there,
     # or 'all'; experts stay in memory.
     n_gpu_layers: int | Literal["auto", "all"]
+    # Guess up to N tokens from what the text has said before, and verify them in one batch; 0 is
+    # off.
+    lookup: int
     # A policy of your own (docs/policy-api.md); may be given several times.
     policy: tuple[str, ...]
     # Read at most this many MiB/s in all, as a slower disk; 0 is unthrottled.

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 from jinja2 import TemplateError
 
-from routeahead.config import Settings
+from routeahead.config import OF_RESIDENT_TOO, Settings
 from routeahead.engine.keywords import signature, split
 from routeahead.engine.offload import EXPERTS, Offload, plan
 from routeahead.engine.policies import Policies
+from routeahead.engine.speculation import Drafts, Unverified, Verifying, draft_model
 from routeahead.engine.starved import Starved
 from routeahead.engine.streamed_model import NO_HOOKS, Hooks, Progress, StreamedModel
-from routeahead.engine.turns import TakingTurns
 from routeahead.engine.ubatch import DEFAULT, batch_arguments
 from routeahead.errors import ModelError, RouteAheadError, SettingsError, StreamError, UseError
 from routeahead.experts.layout import MIB
@@ -48,7 +48,7 @@ def _phase(rows: int, position: int) -> Phase:
     return "decode" if rows == 1 and position > 0 else "prefill"
 
 
-class Llama(TakingTurns):
+class Llama(Verifying):
     """A `llama_cpp.Llama` that leaves the experts on disk and reads them as tokens route to them.
 
         llm = Llama("model.gguf", n_ctx=4096, cache_mb=4000)
@@ -220,8 +220,8 @@ class Llama(TakingTurns):
             warnings.warn(
                 f"{path}: cannot stream, so the whole model is loaded: {error}", stacklevel=3
             )
-            layers = self.settings.n_gpu_layers
-            self.settings = Settings(resident=True, n_gpu_layers=layers)
+            kept = {name: getattr(self.settings, name) for name in OF_RESIDENT_TOO}
+            self.settings = Settings(resident=True, **kept)
 
     def _load(self, llama: dict[str, Any], progress: Progress | None) -> None:
         llama.setdefault("verbose", False)
@@ -239,6 +239,7 @@ class Llama(TakingTurns):
             llama["kv_overrides"] = {**overrides, key: self.settings.n_expert_used}
         llama.update(batch_arguments(llama, self.settings, self.layout))
         path = FileName(self.layout.shards[0].path)
+        drafts = draft_model(llama.pop("draft_model", None), self.settings.lookup)
         try:
             with native_log.errors(self.buffers) as reasons:
                 native_abort.guarded(lambda: super(Llama, self).__init__(path, **llama))
@@ -275,6 +276,8 @@ class Llama(TakingTurns):
             method(batch)
 
         self._ctx.decode = counted  # type: ignore[method-assign]
+        if drafts:
+            self.draft_model = Drafts(drafts, self)
 
     # --- running ---
 
@@ -296,15 +299,20 @@ class Llama(TakingTurns):
         inner = super()._generate(tokens, *args, **kwargs)
         sent: Sequence[int] | None = None
         phase: Phase = "prefill"
+        unverified = Unverified(self)
         while True:
             outer, self.phase = self.phase, phase
+            self._verifying = phase == "decode"
             try:
                 token = inner.send(sent)
             except StopIteration:
                 return
             finally:
                 self.phase = outer  # for what others evaluate while this generator rests
+                self._verifying = False
+            unverified.hide(token)
             sent = yield token
+            unverified.show()
             phase = "decode"
 
     def _eval(self, tokens: Sequence[int]) -> None:
@@ -366,6 +374,7 @@ class Llama(TakingTurns):
             streamed.stream.recover()
         last = llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(self.ctx), 0)
         first = max(0, last + 1 - rows)
+        self.serial += 1
         streamed.stream.begin(self.phase or _phase(rows, first), first)
         self._read_until = None  # its reads are in nobody's totals
 
@@ -394,6 +403,7 @@ class Llama(TakingTurns):
         # A second interrupt may cut `_undo` short, or arrive before its first line: then it is done
         # before anything else is evaluated, and until then no logits count.
         self._void = self._requires_eval = True
+        rows = self._number(batch)
         try:
             if streamed:
                 streamed.adjust()
@@ -411,12 +421,20 @@ class Llama(TakingTurns):
         now = self._reading()
         self._read_until = now.io_s, now.bytes_read, now.reads
         step = now.minus(before)
-        step.tokens, step.batches = batch.batch.n_tokens, 1
+        step.tokens, step.batches = rows, 1
+        if self._verifying and rows > 1:
+            step.drafted, step.drafts, step.draft_bytes = rows - 1, 1, step.bytes_read
         if self.n_threads > 1:
             self._starved.add(phase, step)
         self.counters.totals(phase).add(step)
         if streamed:
             streamed.recorder.end_of_batch(phase, step)
+
+    def accepted(self) -> None:
+        """A guess of the last batch was right."""
+        self.counters.decode.accepted += 1
+        if self.streamed:
+            self.streamed.recorder.accepted()
 
     def _undo(self) -> None:
         """After a failed batch: back to the state before it."""
@@ -491,6 +509,8 @@ class Llama(TakingTurns):
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         for name in ("use_mmap", "use_mlock", "n_gpu_layers"):  # always off
             del state[name]
+        drafts = state["draft_model"]
+        state["draft_model"] = None if drafts is None or self.settings.lookup else drafts.model
         plain = vars(Settings())
         return state | {k: v for k, v in vars(self.settings).items() if v != plain[k]}
 

@@ -273,7 +273,8 @@ class StreamedModel:
         # Who chooses a size has chosen that, too, but not what is read ahead for prompts, nor their
         # compute buffer.
         ahead = settings.route_ahead or settings.prefetch or int(settings.predict_prefetch)
-        early = min(ahead, len(layout.moe_layers)) * self._top_k * layout.largest_expert()
+        each = min(layout.n_expert, self._top_k * (1 + settings.lookup))  # of a layer
+        early = min(ahead, len(layout.moe_layers)) * each * layout.largest_expert()
         return CacheBudget(
             source.cache,
             None if size == "auto" else size * MIB,

@@ -139,7 +139,10 @@ class TakingTurns(llama_cpp.Llama):
 
     def sample(self, *args: Any, **kwargs: Any) -> int:
         """As `llama_cpp.Llama.sample`."""
-        return int(self._turns.call(super().sample, *args, **kwargs))
+        return self._turns.call(self._sample, *args, **kwargs)
+
+    def _sample(self, *args: Any, **kwargs: Any) -> int:
+        return int(super().sample(*args, **kwargs))
 
     def reset(self) -> None:
         """As `llama_cpp.Llama.reset`."""

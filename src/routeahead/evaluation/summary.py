@@ -113,7 +113,7 @@ def _cost(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         total.add(Totals(**result["decode"]))
     looked_up = total.hits + total.misses
     return {
-        "tokens": total.tokens,
+        "tokens": total.kept,
         "s_per_token": total.per_token("wall_s"),
         "bytes_per_token": total.per_token("bytes_read"),
         "hit_rate": total.hits / looked_up if looked_up else None,

@@ -90,7 +90,11 @@ def as_dict(snapshot: Snapshot) -> dict[str, Any]:
     """As JSON for the page."""
     return {
         "prefill": {**vars(snapshot.prefill), "compute_s": snapshot.prefill.compute_s},
-        "decode": {**vars(snapshot.decode), "compute_s": snapshot.decode.compute_s},
+        "decode": {
+            **vars(snapshot.decode),
+            "tokens": snapshot.decode.kept,
+            "compute_s": snapshot.decode.compute_s,
+        },
         "cache": snapshot.cache,
         "residency": snapshot.residency,
         "agreement": snapshot.agreement,

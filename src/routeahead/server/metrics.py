@@ -24,6 +24,8 @@ _TOTALS = {
     "reads": ("reads", "Reads of experts."),
     "hits": ("expert_hits", "Experts that were in memory."),
     "misses": ("expert_misses", "Experts that had to be read."),
+    "drafted": ("drafted_tokens", "Rows that were guesses."),
+    "accepted": ("accepted_tokens", "Guesses that were right."),
 }
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 

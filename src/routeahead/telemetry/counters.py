@@ -40,6 +40,8 @@ class Totals:
         compared_slots, agreed_slots: committed ones whose router was asked too, and those on which
             it agreed.
         gemv_s, issue_s, wait_s, watchdog_s: see `prediction.predictions.PredictionTimes`.
+        drafts, draft_bytes: batches with guesses (`engine.speculation`), and the bytes they read.
+        drafted, accepted: rows that were guesses, and guesses that were right.
     """
 
     tokens: int = 0
@@ -66,6 +68,15 @@ class Totals:
     issue_s: float = 0.0
     wait_s: float = 0.0
     watchdog_s: float = 0.0
+    drafts: int = 0
+    draft_bytes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Rows that became a part of the text."""
+        return self.tokens - self.drafted + self.accepted
 
     @property
     def compute_s(self) -> float:
@@ -79,7 +90,7 @@ class Totals:
         return Totals(**{name: value - getattr(other, name) for name, value in vars(self).items()})
 
     def per_token(self, name: str) -> float:
-        return float(getattr(self, name)) / self.tokens if self.tokens else 0.0
+        return float(getattr(self, name)) / self.kept if self.kept else 0.0
 
 
 @dataclass

@@ -71,5 +71,10 @@ class Recorder:
         if self.steps and phase == "decode":
             self.steps.add(step)
 
+    def accepted(self) -> None:
+        """A guess of the last batch was right."""
+        if self.steps:
+            self.steps.accepted()
+
     def close(self) -> None:
         self._closers.close()

@@ -38,8 +38,8 @@ class Batch:
 
     Attributes:
         step: position of the (first) token.
-        experts: distinct, in order of first appearance. In decode a token's top-k in slot order;
-            in prefill the union over the rows of a ubatch, row by row.
+        experts: distinct, in order of first appearance: a token's top-k in slot order, or the
+            union over the rows of a prompt's ubatch or of guesses to verify, row by row.
         rows: int32 (rows, top-k), the experts of each row; None if it has one row.
     """
 
@@ -183,7 +183,9 @@ def _batches(slots: Slots, facts: dict[int, int]) -> list[Batch]:
         raise TraceError(
             f"entry {at + 1}: slot {slot[at]} follows slot {slot[at - 1]} of its token"
         )
-    begins = new_layer | (new_token & (phase[1:] == PHASES.index("decode")))
+    # Decoded tokens in the same layer are rows of one batch, unless there is no other layer.
+    decode = (phase[1:] == PHASES.index("decode")) & (len(np.unique(layer)) == 1)
+    begins = new_layer | (new_token & decode)
     starts = [0, *(np.flatnonzero(begins) + 1).tolist()]
     ends = [*starts[1:], len(slots)]
     ids, counts = expert.astype(np.int32), np.diff(np.flatnonzero(np.r_[True, new_token, True]))

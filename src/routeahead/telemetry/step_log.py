@@ -1,4 +1,4 @@
-"""`--csv`: one line a decoded token."""
+"""`--csv`: one line a decoded batch, which is a token, and several where guesses were right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from routeahead.telemetry.counters import Totals
 from routeahead.telemetry.table import open_table
 
 _MS = ("wall_s", "compute_s", "stall_s", "io_s", "mgmt_s", "adopt_s", "cpu_s")
-_COUNTS = ("bytes_read", "reads", "hits", "misses")
+_COUNTS = ("bytes_read", "reads", "hits", "misses", "drafted", "accepted")
 # Of policies: 0 where there is none.
 _POLICIES_MS = ("gemv_s", "issue_s", "wait_s", "watchdog_s")
 _POLICIES = (
@@ -27,6 +27,7 @@ COLUMNS: Mapping[str, str] = {
 # Lines that are written together: writing one takes as long as collecting ten. A run that is killed
 # loses at most as many.
 _LINES = 32
+_ACCEPTED = [*COLUMNS].index("accepted")
 
 
 class StepLog:
@@ -44,7 +45,9 @@ class StepLog:
 
     def add(self, step: Totals) -> None:
         """Records one decoded step."""
-        self._tokens += step.tokens
+        if len(self._lines) >= _LINES:
+            self._write()
+        self._tokens += step.kept
         faults = _major_faults()
         self._lines.append(
             [
@@ -57,8 +60,13 @@ class StepLog:
             ]
         )
         self._faults = faults
-        if len(self._lines) == _LINES:
-            self._write()
+
+    def accepted(self) -> None:
+        """One of the last step's guesses was right."""
+        self._tokens += 1
+        if self._lines:
+            self._lines[-1][0] = self._tokens
+            self._lines[-1][_ACCEPTED] += 1
 
     def _write(self) -> None:
         if self._lines:
