@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from routeahead.errors import ReadError
 from routeahead.experts.reader import Reader
@@ -63,9 +63,9 @@ class Unruly:
         self._reads = self._strike = 0
         self._fault = disk_error
 
-    def schedule(self, seed: int) -> None:
-        longest = random.Random(seed).choice([0, 0.0005, 0.0015])
-        self._delayed = Delayed(self._inner, seed=seed, longest_s=longest)
+    def schedule(self, seed: int, longest: Sequence[float] = (0, 0.0005, 0.0015)) -> None:
+        delay = random.Random(seed).choice(longest)
+        self._delayed = Delayed(self._inner, seed=seed, longest_s=delay)
 
     def strike(self, after: int, fault: Callable[[], int]) -> None:
         """At the `after`th read from now, `fault` happens instead."""
