@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-fast lint test-slow test-upstream docs package measurements calibration embedded-model second-model third-model clean
+.PHONY: demo test test-fast test-checked audit lint test-slow test-upstream docs package measurements calibration embedded-model second-model third-model clean
 
 # llama-cpp-python is compiled here (a C++ compiler and CMake are needed, a few minutes the first time).
 $(VENV)/installed: pyproject.toml
@@ -32,6 +32,8 @@ demo: $(VENV)/installed
 # Two workers: many tests wait for disks and processes. Those of the group "machine" share one.
 PYTEST = $(BIN)/python -m pytest --durations=20
 TEST_WORKERS ?= 2
+CHECKED = $(addprefix tests/model/test_,identity.py early_reads.py speculation.py schedules.py faults.py \
+    lifecycle.py memory.py prefetch.py slot_ids.py) tests/unit/test_lanes.py tests/unit/test_slots.py
 
 test: $(VENV)/installed lint
 	$(PYTEST) -n $(TEST_WORKERS) --dist loadgroup
@@ -45,6 +47,17 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Suspicious code, and dependencies with known vulnerabilities (asks PyPI).
+audit: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet -e '.[audit]'
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive src
+	$(BIN)/pip-audit --progress-spinner off --skip-editable
+
+# The engine's tests with Python's own checks on, and memory that is freed or new full of rubbish.
+test-checked: $(VENV)/installed
+	PYTHONDEVMODE=1 MALLOC_PERTURB_=165 $(PYTEST) -n $(TEST_WORKERS) --dist loadgroup \
+	    -W error::ResourceWarning -W error::pytest.PytestUnraisableExceptionWarning $(CHECKED)
 
 test-slow: $(VENV)/installed
 	$(PYTEST) -m slow --timeout 0 -n $(TEST_WORKERS) --dist loadgroup
