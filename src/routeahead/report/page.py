@@ -64,7 +64,7 @@ def _compared(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _drawn(svg: str) -> Markup:
-    return Markup(svg)  # nosec B704: matplotlib escapes the names that it writes
+    return Markup(svg)  # nosec B704 - matplotlib has escaped what it writes
 
 
 def _details(run: Run, token: int | None) -> dict[str, Any]:

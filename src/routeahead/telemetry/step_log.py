@@ -19,7 +19,7 @@ _POLICIES = (
     "compared_slots", "agreed_slots",
 )  # fmt: skip
 COLUMNS: Mapping[str, str] = {
-    "token": "int64",  # nosec B105: a column's type
+    "token": "int64",  # nosec B105
     **{f"{name[:-2]}_ms": "float64" for name in _MS},
     **dict.fromkeys((*_COUNTS, "major_faults", *_POLICIES), "int64"),
     **{f"ra_{name[:-2]}_ms": "float64" for name in _POLICIES_MS},
