@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -52,8 +53,11 @@ class Cluster:
         options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         if address == "local":
             options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        # Ray puts a handler of its own in place, which prints a stack and ends the process.
+        terminated = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address, **options)
+            signal.signal(signal.SIGTERM, terminated)
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise SettingsError(f"--ray {address}: cannot connect: {reason}") from None
