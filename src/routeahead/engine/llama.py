@@ -408,8 +408,8 @@ class Llama(Verifying):
             if streamed:
                 streamed.adjust()
                 streamed.callback.begin()
-                rows = max(self._prompt_end - self.n_tokens, batch.batch.n_tokens)
-                streamed.stream.begin(phase, self.n_tokens, rows, whole=self._all_output)
+                more = max(self._prompt_end - self.n_tokens, rows)
+                streamed.stream.begin(phase, self.n_tokens, more, whole=self._all_output)
             self._plain_decode(batch)
             if streamed:
                 streamed.callback.check()
@@ -468,7 +468,7 @@ class Llama(Verifying):
     @property
     def _all_output(self) -> bool:
         """Whether each row of a batch has an output, and not the last one alone."""
-        return bool(self._logits_all or self.context_params.embeddings)
+        return bool(self._verifying or self._logits_all or self.context_params.embeddings)
 
     @property
     def source(self) -> ExpertSource | None:

@@ -87,7 +87,7 @@ class Drafts(LlamaDraftModel):
                 "and draft_model"
             )
         # In one ubatch, because a sliding window forgets between two what a wrong draft has passed.
-        self._rows = min(llm.n_batch, int(llm.context_params.n_ubatch))
+        self._rows = min(llm.n_batch, int(llm.context_params.n_ubatch), len(llm.scores))
 
     def __call__(self, input_ids: Ids, /, **kwargs: Any) -> Ids:
         """A draft for the text int32 (n,), the end of which is not evaluated yet.
