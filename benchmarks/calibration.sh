@@ -29,6 +29,12 @@ done
 
 [ -f build/inflated.gguf ] || "$bin/python" benchmarks/inflate_model.py "$(model_of embedded)" \
     build/inflated.gguf --gates $data/embedded.gates.safetensors
+for name in embedded inflated; do
+    model=build/inflated.gguf
+    [ $name = inflated ] || model=$(model_of embedded)
+    [ -f "$folder/$name-check.json" ] || "$bin/routeahead" eval "$model" --text $text --max-tokens 300 -t 1 \
+        --setting "ahead-2:--cache-mb {75%} --route-ahead 2" --json "$folder/$name-check.json"
+done
 for rho in 0.6 0.9 1.5; do
     if [ ! -f "$folder/inflated-rho-$rho.json" ]; then
         # Written after each run: it is complete when the bench has ended.
@@ -39,7 +45,7 @@ for rho in 0.6 0.9 1.5; do
 done
 
 records=
-for name in embedded second third inflated-quality inflated-rho-0.6 inflated-rho-0.9 inflated-rho-1.5; do
+for name in embedded second third embedded-check inflated-check inflated-quality inflated-rho-0.6 inflated-rho-0.9 inflated-rho-1.5; do
     [ ! -f "$folder/$name.json" ] || records="$records $folder/$name.json"
 done
 "$bin/python" benchmarks/calibration_page.py docs $records

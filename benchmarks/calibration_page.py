@@ -44,6 +44,7 @@ def main() -> None:
     write(docs / "calibration.md", "agreement", agreement_tables(found))
     quality = {name: read(docs, name) for name in MODELS}
     write(docs / "calibration.md", "quality", quality_tables(quality))
+    write(docs / "calibration.md", "same", same_table(docs))
     table = decision_table(docs)
     if table:
         write(docs / "calibration.md", "decision", table)
@@ -167,6 +168,18 @@ def right(one: dict[str, Any]) -> str:
         return ""
     found, asked = (sum(column) for column in zip(*one["answers"].values(), strict=True))
     return f"{found}/{asked}"
+
+
+def same_table(docs: Path) -> str:
+    """The embedded model beside the inflated one; empty if they were not measured."""
+    rows = []
+    for name in ("embedded", "inflated"):
+        record = read(docs, f"{name}-check")
+        if not record:
+            return ""
+        resident, ahead = (one["text"]["perplexity"] for one in record["results"])
+        rows.append((name, f"{resident:.4f}", f"{ahead:.4f}"))
+    return markdown(("model", "perplexity, resident", "with `--route-ahead 2`"), rows)
 
 
 # --- what a user decides by ---

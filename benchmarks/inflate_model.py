@@ -8,7 +8,9 @@ measured.
 Every vector of the residual stream gets zeros behind its numbers, and every matrix zeros in the
 rows and columns that belong to them; experts get inner rows of zeros. An RMS norm divides by the
 root of the mean square, which the zeros make smaller by old/new: so its weights are scaled by
-sqrt(old/new), and epsilon by old/new. Quantised blocks are copied whole, so that each number stays
+sqrt(old/new), and epsilon by old/new. (The norms of queries and keys have the same epsilon and no
+zeros: there it should have stayed, and cannot. Perplexity differs by a third of a percent.)
+Quantised blocks are copied whole, so that each number stays
 what it was; the zeros are blocks of zeros. Attention heads keep their number and width.
 
 With `--gates`, matrices that were calibrated for the small model (`routeahead calibrate`) are

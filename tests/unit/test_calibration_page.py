@@ -29,6 +29,7 @@ def test_the_pages_say_what_the_runs_left(page: ModuleType) -> None:
     found = {name: gates for name in page.MODELS if (gates := page.agreements(name))}
     written = {
         "agreement": page.agreement_tables(found),
+        "same": page.same_table(docs),
         "quality": page.quality_tables({name: page.read(docs, name) for name in page.MODELS}),
     }
     for mark, content in written.items():
