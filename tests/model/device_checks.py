@@ -7,6 +7,7 @@ References are resident runs with the same layers on the device and the same bat
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from support import models
 from support.library import CONTEXT, PROMPTS, THREADS, Library, evaluate
 from support.readers import Delayed
+from support.rpc_device import DEVICE
 
 from routeahead import Llama
 from routeahead.cli.app import app
@@ -62,9 +64,8 @@ def test_the_same_as_resident_with_the_same_split(
     streamed = load(NAME, cache_mb=0, n_gpu_layers=layers, poison=True, wrap_reader=Delayed)
     np.testing.assert_array_equal(evaluate(streamed, PROMPTS[0]), expected)
     assert streamed.offload == resident.offload
-    np.testing.assert_array_equal(
-        expected, library.resident(NAME)[0]
-    )  # RPC's kernels are the CPU's
+    if os.environ.get(DEVICE) != "vulkan":  # the device's kernels are the CPU's
+        np.testing.assert_array_equal(expected, library.resident(NAME)[0])
 
 
 def test_lossless_runs_do_not_stop_the_device(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
