@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -317,6 +319,27 @@ def test_the_profile_of_a_run_is_what_the_next_one_reads_first(
     for layer, counts in merged.items():  # what is old fades
         both = zip(own[int(layer)], layers[layer], strict=True)
         assert counts == [now + old / 2 for now, old in both]
+
+
+@pytest.mark.fast
+def test_a_model_has_the_same_profile_in_every_process() -> None:
+    code = (
+        "from routeahead.engine.profile import profile_path; "
+        "from routeahead.llamacpp.gguf_file import read_layout; "
+        "from routeahead.models import DEFAULT_MODEL; "
+        "print(profile_path(read_layout(DEFAULT_MODEL)))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ _FORMAT = "routeahead uses v1"
 def profile_path(layout: ModelLayout) -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(base) if base else Path.home() / ".cache") / "routeahead" / "profiles"
-    known = [shard.size for shard in layout.shards], sorted(map(repr, layout.metadata.items()))
+    # Of lists, the layout keeps only what differs from one process to the next.
+    plain = {k: v for k, v in layout.metadata.items() if isinstance(v, (str, int, float))}
+    known = [shard.size for shard in layout.shards], sorted(plain.items())
     tensors = [(e.name, e.shard, e.offset, e.quant) for e in layout.experts]
     return folder / f"{hashlib.sha256(repr((known, tensors)).encode()).hexdigest()[:16]}.json"
 
