@@ -18,6 +18,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from page_blocks import markdown, median, speed, write
 
 from routeahead.telemetry.json_file import write_json
 from routeahead.telemetry.tensor_file import read_tensors
@@ -61,13 +62,6 @@ def kept(record: dict[str, Any]) -> dict[str, Any]:
         if (found := re.search(r"--throttle (\S+)", " ".join(cell["flags"])))
     }
     return {"throttle_mib_s": throttle, "summary": record["summary"]}
-
-
-def write(path: Path, mark: str, content: str) -> None:
-    """Replaces what stands between `<!-- mark -->` and `<!-- end -->`."""
-    block = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", re.DOTALL)
-    text = path.read_text(encoding="utf-8")
-    path.write_text(block.sub(lambda at: f"{at[1]}{content}\n{at[2]}", text), encoding="utf-8")
 
 
 def read(docs: Path, name: str) -> Any:
@@ -206,8 +200,8 @@ def decision_table(docs: Path) -> str:
     first, rows = next(iter(by_rho.values())), []
     for name in names:
         row = quality_row(graded[name], baseline)
-        speed = [tokens_per_second(cells[name]) for cells in by_rho.values()]
-        rows.append((name, row[1], row[-1], f"{median(first[name], 'mib_per_token'):.1f}", *speed))
+        ratios = [speed(cells[name]) for cells in by_rho.values()]
+        rows.append((name, row[1], row[-1], f"{median(first[name], 'mib_per_token'):.1f}", *ratios))
     return markdown(header, rows)
 
 
@@ -215,23 +209,6 @@ def reads_to_compute(record: dict[str, Any], cells: dict[str, Any]) -> float:
     """Time that the lossless stream's missed bytes take, over the time that its token computes."""
     read_ms = 1e3 * median(cells["stream"], "mib_per_token") / record["throttle_mib_s"]
     return read_ms / median(cells["stream"], "compute_ms")
-
-
-def tokens_per_second(cell: dict[str, Any]) -> str:
-    ratio = cell["ratios"].get("tok_per_s")
-    if ratio is None:  # the baseline
-        return f"1 ({median(cell, 'tok_per_s'):.1f}/s)"
-    interval = f" ({ratio['low']:.2f}..{ratio['high']:.2f})" if ratio.get("low") else ""
-    return f"{ratio['median']:.2f}{interval}"
-
-
-def median(cell: dict[str, Any], figure: str) -> float:
-    return float(cell["figures"][figure]["median"])
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":
