@@ -97,7 +97,7 @@ def test_route_ahead_reports_what_it_did(run: Reporting) -> None:
     assert facts["agreed_slots"] == sum(one["agreed_slots"] for one in facts["by_layer"].values())
     assert prefetch["source"] == "route-ahead" and prefetch["bytes"] > 0
     assert prefetch["issued"] == prefetch["useful"] > 0
-    assert 0 < prefetch["landed"] <= prefetch["completed"] <= prefetch["issued"]
+    assert prefetch["landed"] <= prefetch["completed"] <= prefetch["issued"]
     for name in ("gemv", "issue", "watchdog"):
         assert facts[f"{name}_ms_per_tok"] > 0
     assert facts["wait_ms_per_tok"] == 0 <= facts["adopt_ms_per_tok"]
