@@ -331,7 +331,7 @@ def test_nothing_grows_over_many_generations(load: Load) -> None:
         evaluate(llm, batches[: rng.randrange(1, 6)])
         assert source.cache.protected == 0 and not source._early
         assert not policy.predictions._fresh
-        taken.append(sum(pool.count for pool, _ in source._pools))
+        taken.append(sum(pool.count for pool, _ in source.table.pools))
     # The most that was ever in use at once may still rise a little: by less than a token's experts.
     experts = llm.layout.n_expert_used * len(llm.layout.moe_layers)
     assert taken[-1] - taken[50] < experts // 4

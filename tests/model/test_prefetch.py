@@ -236,7 +236,7 @@ def test_nothing_grows_over_many_generations(load: Load, prefetcher: str) -> Non
     for generation in range(100):
         batches = token_batches(generation, prompt=3, decode=4)
         evaluate(llm, batches[: rng.randrange(1, 6)])
-        taken.append(sum(pool.count for pool, _ in source._pools))
+        taken.append(sum(pool.count for pool, _ in source.table.pools))
     assert taken[-1] - taken[50] < llm.layout.n_expert_used * len(llm.layout.moe_layers)
 
 

@@ -104,7 +104,9 @@ def test_the_window_bounds_what_is_read_ahead(
     assert most[0] == experts
     assert (source.ahead.issued > 0) == (source.lanes.ahead_bytes > 0) == (experts > 0)
     room = source.cache.budget + layout.layer_bytes() + source.window
-    stride = max(pool.stride for pool, _ in source._pools) / min(layout.bytes_by_layer().values())
+    stride = max(pool.stride for pool, _ in source.table.pools) / min(
+        layout.bytes_by_layer().values()
+    )
     assert source.held <= room * stride + (llm.settings.io_threads + 1) * layout.largest_expert()
 
 
@@ -219,7 +221,7 @@ def later(reader: Held) -> threading.Thread:
 
 def bytes_of(llm: Llama, layer: int, expert: int) -> list[bytes]:
     """What is in an expert's slot, by projection."""
-    of = llm.source._layers[layer]
+    of = llm.source.table.layers[layer]
     found = []
     for place in of.places:
         view = of.pool.target(place, expert, int(of.slots[expert])).view
@@ -230,7 +232,7 @@ def bytes_of(llm: Llama, layer: int, expert: int) -> list[bytes]:
 
 def in_file(llm: Llama, layer: int, expert: int) -> list[bytes]:
     found = []
-    for place in llm.source._layers[layer].places:
+    for place in llm.source.table.layers[layer].places:
         start, end = place.tensor.slice_of(expert)
         found.append(llm.layout.shards[0].path.read_bytes()[start:end])
     return found
@@ -253,15 +255,15 @@ def test_what_is_being_read_ahead_is_waited_for(held: tuple[Llama, Held]) -> Non
 def test_a_slot_is_free_once_no_lane_reads_into_it(held: tuple[Llama, Held]) -> None:
     """An expert that was read ahead and is not used: nobody else gets its slot before."""
     llm, reader = held
-    slot = int(llm.source._layers[2].slots[5])
+    slot = int(llm.source.table.layers[2].slots[5])
     load_ = llm.source.require(2, [1, 2, 3])
-    assert slot not in llm.source._layers[2].slots[[1, 2, 3]].tolist()
+    assert slot not in llm.source.table.layers[2].slots[[1, 2, 3]].tolist()
     reader.gate.set()
     llm.source.wait(load_)
     for expert in (1, 2, 3):
         assert bytes_of(llm, 2, expert) == in_file(llm, 2, expert)
     llm.source.require(3, [7])
-    assert int(llm.source._layers[3].slots[7]) == slot
+    assert int(llm.source.table.layers[3].slots[7]) == slot
     assert (llm.source.ahead.completed, llm.source.ahead.useful) == (1, 0)
 
 
@@ -273,7 +275,7 @@ def test_a_prompt_ends_with_no_read_in_flight(held: tuple[Llama, Held]) -> None:
     llm.source.finish_ahead()
     assert reader.gate.is_set() and not llm.source._guesses
     assert llm.source.lanes.reads == before + 1  # the others were taken back
-    assert llm.source._layers[2].slots[5] == -1
+    assert llm.source.table.layers[2].slots[5] == -1
     timer.join()
 
 

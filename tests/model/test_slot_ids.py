@@ -34,14 +34,14 @@ def test_slots_are_not_experts(
     assert_same(llm, library, name)
     source = llm.source
     assert source and source.settled is None
-    assert len(source._pools) > len({t.expert_bytes for t in llm.layout.experts})
-    assert any(len(layers) > 1 for _, layers in source._pools)
+    assert len(source.table.pools) > len({t.expert_bytes for t in llm.layout.experts})
+    assert any(len(layers) > 1 for _, layers in source.table.pools)
     differ = held = 0
-    for layer, of in source._layers.items():
+    for layer, of in source.table.layers.items():
         here = np.flatnonzero(of.slots >= 0)
         assert {(layer, int(e)) in source.cache for e in here} <= {True}
         differ, held = differ + int((of.slots[here] != here).sum()), held + len(here)
-        assert of.slots.max() < of.pool.count <= source._bound[layer]
+        assert of.slots.max() < of.pool.count <= source.table.bound[layer]
     assert held == len(source.cache) and differ > held / 2
 
 
@@ -117,9 +117,9 @@ def test_a_prompt_gives_memory_back(load: Load) -> None:
     source, layout = llm.source, llm.layout
     assert source
     evaluate(llm, [list(range(3, 200))])
-    held = sum(pool.count * pool.stride for pool, _ in source._pools)
-    strides = max(pool.stride for pool, _ in source._pools)
-    assert len(source._pools) == 2
+    held = sum(pool.count * pool.stride for pool, _ in source.table.pools)
+    strides = max(pool.stride for pool, _ in source.table.pools)
+    assert len(source.table.pools) == 2
     beside = -(-source.window // layout.largest_expert())
     assert held <= (layout.n_expert + layout.n_expert_used + beside) * strides
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,29 +23,10 @@ from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
 from routeahead.experts.layout import ModelLayout
 from routeahead.experts.load import Load, Prefetch
 from routeahead.experts.reader import Reader
-from routeahead.experts.slots import Place, Pool, Slots
+from routeahead.experts.slot_table import Bind, SlotTable
+from routeahead.experts.slots import Slots
 from routeahead.experts.uses import Uses
 from routeahead.types import CachePolicy, Ids
-
-Bind = Callable[[str, int, int, int], None]
-"""(expert tensor's name, address of its slice in slot 0, bytes from one slot to the next, number of
-slots): where products find it from now on."""
-
-_BOUND_STEP = 64  # slots by which tensors grow: each time, all of a pool's are told
-
-
-@dataclass
-class _Layer:
-    """Where one layer's experts are.
-
-    Attributes:
-        places: its tensors, in the order in which they are read.
-        slots: of each expert; -1 if it has none.
-    """
-
-    places: list[Place]
-    pool: Pool
-    slots: Ids
 
 
 class ExpertSource:
@@ -60,12 +40,8 @@ class ExpertSource:
         prefetch: counts of those reads.
         ahead: counts of what was read ahead for the later layers of prompts.
         window: bytes that those may take beside the cache.
-        settled: (layers, n_expert), if all experts fit: which of them have been used with no read
-            in flight, so that they are here for good. None if they do not all fit. With all of
-            them here, each has the slot of its own number.
+        table: where the experts are.
     """
-
-    settled: npt.NDArray[np.bool_] | None = None
 
     def __init__(
         self,
@@ -77,16 +53,13 @@ class ExpertSource:
         bind: Bind,
         cache_policy: CachePolicy,
     ) -> None:
-        self._layout, self._slots, self._bind = layout, slots, bind
-        self._layers: dict[int, _Layer] = {}
-        self._pools: list[tuple[Pool, Sequence[int]]] = []  # with the layers that share each
-        self._bound: dict[int, int] = {}  # layer → slots that its tensors were told of
+        self._layout, self._slots = layout, slots
+        self.table = SlotTable(layout, slots, bind, most=self._most_slots)
         self._laid_out = -1  # bytes of cache that the pools were made for
         self._layer_bytes, self._token_bytes = layout.layer_bytes(), layout.token_bytes()
         make_eviction = eviction(cache_policy, layout.n_expert)
         self.cache = ExpertCache(0, layout.bytes_by_layer(), make_eviction)
         self.lanes = Lanes(lanes, reader, slots)
-        self._order: dict[str, int] = {}
         self._early: dict[int, Load] = {}  # by layer, from `read_early` until the layer asks
         self._guesses = Guesses()
         self._void = False  # a fault's traces have not been removed yet
@@ -98,7 +71,7 @@ class ExpertSource:
     def fill(self, uses: Uses) -> None:
         """From now on, idle lanes read into the cache while it has room, the most used first."""
         self.filling = Filling(
-            self.cache, self.lanes, uses, make_reads=self._idle_reads, give=self._give
+            self.cache, self.lanes, uses, make_reads=self._idle_reads, give=self.table.give
         )
         self.begin()
 
@@ -119,10 +92,9 @@ class ExpertSource:
         victims = self.cache.resize(budget)
         if self.filling:
             self.filling.evicted(victims)
-        self._give(victims)
+        self.table.give(victims)
         self._laid_out = budget
-        for pool, _ in self._pools:
-            pool.give_back()
+        self.table.give_back()
 
     @property
     def held(self) -> int:
@@ -135,7 +107,14 @@ class ExpertSource:
         if self.settled is not None:
             beside = (len(self._guesses) + planned) * self._layout.largest_expert()
             return self.cache.used + max(0, beside - unread)
-        return max(self.cache.used, sum(pool.held for pool, _ in self._pools) - unread)
+        return max(self.cache.used, self.table.held - unread)
+
+    @property
+    def settled(self) -> npt.NDArray[np.bool_] | None:
+        """(layers, n_expert), if all experts fit: which of them have been used with no read in
+        flight, so that they are here for good. None if they do not all fit. With all of them here,
+        each has the slot of its own number."""
+        return self.table.settled
 
     @property
     def slot_range(self) -> tuple[int, int]:
@@ -146,17 +125,12 @@ class ExpertSource:
 
     def slots(self, layer: int, experts: Ids) -> Ids:
         """The slots of experts that were required."""
-        found: Ids = self._layers[layer].slots[experts]
+        found: Ids = self.table.layers[layer].slots[experts]
         return found
 
     def order_projections(self, order: Sequence[str]) -> None:
         """Reads are issued in the order in which the graph computes the projections."""
-        self._order = {projection: place for place, projection in enumerate(order)}
-        for layer in self._layers.values():
-            self._sort(layer.places)
-
-    def _sort(self, places: list[Place]) -> None:
-        places.sort(key=lambda place: self._order.get(place.tensor.projection, 99))
+        self.table.order(order)
 
     def require(self, layer: int, experts: Sequence[int], rows: Ids | None = None) -> Load | None:
         """Starts reading those of the distinct `experts` that are not resident.
@@ -172,7 +146,7 @@ class ExpertSource:
             self.filling.evicted(outcome.victims)
             begun = self.filling.asked(layer, experts, outcome.misses)
         if outcome.victims:
-            self._give(outcome.victims)
+            self.table.give(outcome.victims)
         early = self._early.pop(layer, None) if self._early else None
         if self.settled is not None and not early:
             self.settled[layer, list(set(experts).difference(outcome.misses))] = True
@@ -286,14 +260,14 @@ class ExpertSource:
             with contextlib.suppress(ReadError):  # nobody uses the bytes
                 ticket.wait()
         self.stall_s += time.perf_counter() - start
-        self._give(self._guesses.sweep())
+        self.table.give(self._guesses.sweep())
 
     def _idle_reads(self, layer: int, expert: int) -> list[Read]:
         return self._reads(layer, expert, "idle")
 
     def _reads(self, layer: int, expert: int, kind: Kind) -> list[Read]:
         """All of an expert, each read with a ticket of its own."""
-        of, slot = self._layers[layer], self._slot(layer, expert)
+        of, slot = self.table.layers[layer], self.table.slot(layer, expert)
         slices = [Slice(place, expert, of.pool, slot) for place in of.places]
         return [Read(one, Ticket(1), kind) for one in slices]
 
@@ -340,7 +314,7 @@ class ExpertSource:
         discarded = self._guesses.sweep()
         for key in discarded:
             self.cache.was_read(*key)
-        self._give(discarded)
+        self.table.give(discarded)
         return found
 
     def _join(
@@ -379,77 +353,15 @@ class ExpertSource:
 
     def _submit_in_order(self, reads: list[Read]) -> None:
         """A layer waits for these: first what it computes with first."""
-        reads.sort(key=lambda read: self._order.get(read.slice.tensor.projection, 99))
+        reads.sort(key=lambda read: self.table.rank(read.slice.tensor.projection))
         self.lanes.submit(reads)
 
-    def _give(self, victims: Sequence[tuple[int, int]]) -> None:
-        """Frees the slots of (layer, expert) keys. No read of theirs is in flight: what is being
-        read is part of the batch or protected."""
-        for layer, expert in victims:
-            of = self._layers[layer]
-            slot = int(of.slots[expert])
-            of.slots[expert] = -1
-            self._slots.forbid(of.pool.pages(slot))
-            if self.settled is None:
-                of.pool.give(slot)
-
-    def _slot(self, layer: int, expert: int) -> int:
-        """Where an expert is to be read into. One that was guessed has a slot already."""
-        of = self._layers[layer]
-        slot = int(of.slots[expert])
-        if slot < 0:
-            slot = expert if self.settled is not None else self._take(layer, of.pool)
-            of.slots[expert] = slot
-        return slot
-
-    def _take(self, layer: int, pool: Pool) -> int:
-        before, slot = pool.count, pool.take()
-        if pool.count > before:
-            self._make_room(pool)
-            if pool.count > self._bound[layer]:
-                self._bind_slots(pool, pool.count + _BOUND_STEP)
-        return slot
-
-    def _make_room(self, pool: Pool) -> None:
-        """If a prompt makes a pool grow beyond its part of the cache, the others give back what
-        an earlier layer of it made them take: one layer's experts may stand beside the cache.
-        What is read early or ahead may as well, and its slots are not given back to be taken
-        again."""
-        held = sum(one.count * one.stride for one, _ in self._pools)
+    def _most_slots(self) -> int:
+        """Bytes that slots may have before a pool that grows makes others give back: one layer's
+        experts may stand beside the cache, and so may what is read early or ahead, whose slots are
+        not given back to be taken again."""
         beside = self._token_bytes if self.prefetch.issued else 0
-        if held > self.cache.budget + self._layer_bytes + self.window + beside:
-            for one, _ in self._pools:
-                if one is not pool:
-                    one.shrink()
-
-    def _bind_slots(self, pool: Pool, count: int) -> None:
-        """Tells the tensors of a pool's layers where their slices are."""
-        for layer in next(layers for one, layers in self._pools if one is pool):
-            of = self._layers[layer]
-            # A product that runs after a fault still has the experts' numbers.
-            self._bound[layer] = bound = max(count, len(of.slots))
-            for tensor, start, phase in of.places:
-                self._bind(tensor.name, pool.address + start + phase, pool.stride, bound)
-
-    def _lay_out(self) -> None:
-        """Makes the pools, empty, for the cache as large as it is."""
-        layers = self._layout.moe_layers
-        whole = self.cache.budget >= self._layout.expert_bytes
-        size = (max(layers) + 1, self._layout.n_expert)
-        self.settled = np.ones(size, np.bool_) if whole else None  # of layers without experts too
-        parts = [[layer] for layer in layers] if whole else self.cache.parts
-        self._pools = list(zip(self._slots.share_out(parts), parts, strict=True))
-        self._laid_out = self.cache.budget
-        experts = {tensor.layer: tensor.n_expert for tensor in self._layout.experts}
-        for pool, of in self._pools:
-            for layer in of:
-                places = self._slots.places[layer]
-                self._sort(places)
-                if self.settled is not None:
-                    self.settled[layer, : experts[layer]] = False
-                slots = np.full(experts[layer], -1, np.int32)
-                self._layers[layer] = _Layer(places, pool, slots)
-            self._bind_slots(pool, 0)
+        return self.cache.budget + self._layer_bytes + self.window + beside
 
     def _prepare(
         self, layer: int, experts: Sequence[int], kind: Kind = "demand"
@@ -457,8 +369,8 @@ class ExpertSource:
         load, reads = Load(layer, experts), list[Read]()
         if not experts:
             return load, reads
-        of = self._layers[layer]
-        slots = [(expert, self._slot(layer, expert)) for expert in experts]
+        of = self.table.layers[layer]
+        slots = [(expert, self.table.slot(layer, expert)) for expert in experts]
         for place in of.places:
             ticket = load.tickets[place.tensor.projection] = Ticket(len(experts))
             reads += [Read(Slice(place, e, of.pool, slot), ticket, kind) for e, slot in slots]
@@ -505,14 +417,15 @@ class ExpertSource:
         if self.filling:
             self.filling.clear()
         self.cache.clear()
-        self._lay_out()
+        whole = self.cache.budget >= self._layout.expert_bytes
+        self.table.lay_out(self.cache.parts, whole=whole)
+        self._laid_out = self.cache.budget
         self._void = False
 
     def close(self) -> None:
         """Stops the lanes and lets go of all memory."""
         self.lanes.close()
-        self._layers.clear()
-        self._pools.clear()
+        self.table.clear()
         self._early.clear()
         self._guesses.clear()
         self._slots.close()
