@@ -213,4 +213,5 @@ def test_another_process_eats_the_memory(large: Path) -> None:
             digests, least, last, resizes = json.loads(user.stdout.readline())
         assert group.kills() == 0 and eaten.returncode == 0 and user.returncode == 0
         assert digests == 1
-        assert least < 50 and last == 76 and resizes >= 2
+        # Free slots are given back first, so how far the cache itself gives way varies.
+        assert least < last == 76 and resizes >= 2

@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import llama_cpp
@@ -21,6 +21,15 @@ _ERROR = 4  # ggml.h; the numbers in llama_cpp._logger are of an older version
 _BUFFER = re.compile(rb"(\w+) buffer size = +([\d.]+) MiB")
 _internals: Any = llama_cpp._internals
 _one = threading.Lock()  # what follows is the process's: its log and its stdout
+_collectors: list[Callable[[int, bytes, int], None]] = []  # of the thread that has the lock
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _collect(level: int, text: bytes, user_data: int) -> None:
+    """One for ever: a thread that frees a context may have begun to call it when another thread's
+    load ends, and C must not call what Python has freed."""
+    for collect in _collectors or (llama_log_callback,):
+        collect(level, text, user_data)
 
 
 @contextlib.contextmanager
@@ -35,7 +44,6 @@ def errors(sizes: dict[str, int] | None = None) -> Iterator[list[str]]:
     """
     lines: list[str] = []
 
-    @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
     def collect(level: int, text: bytes, user_data: int) -> None:
         if level == _ERROR:
             lines.append(text.decode(errors="replace").strip())
@@ -48,11 +56,13 @@ def errors(sizes: dict[str, int] | None = None) -> Iterator[list[str]]:
     with _one:
         redirect = _internals.suppress_stdout_stderr
         _internals.suppress_stdout_stderr = _as_it_is
-        llama_cpp.llama_log_set(collect, ctypes.c_void_p(0))
+        _collectors.append(collect)
+        llama_cpp.llama_log_set(_collect, ctypes.c_void_p(0))
         try:
             yield lines
         finally:
             llama_cpp.llama_log_set(llama_log_callback, ctypes.c_void_p(0))
+            _collectors.clear()
             _internals.suppress_stdout_stderr = redirect
 
 
