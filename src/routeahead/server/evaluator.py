@@ -168,7 +168,6 @@ class Evaluator:
                 unsaved = False
             if closing:
                 return
-            self._live.offer(self._llm, force=True)
 
     def _do(self, job: Job) -> None:
         started = time.perf_counter()
@@ -193,6 +192,7 @@ class Evaluator:
             close = getattr(events, "close", None)
             if close:
                 close()
+            self._live.offer(self._llm, force=True)  # before anyone can know that this has ended
             job.put(_END)
         self._mean_s += 0.2 * (time.perf_counter() - started - self._mean_s)
 
