@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from routeahead.calibration.calibrate import (
     DEFAULT_CONTEXT,
@@ -16,7 +15,7 @@ from routeahead.calibration.calibrate import (
     Request,
 )
 from routeahead.cli import options, terminal
-from routeahead.cli.terminal import Column, console, print_table, visible
+from routeahead.cli.terminal import Column, bars, console, print_table
 from routeahead.errors import SettingsError
 from routeahead.experts.layout import shard_paths
 from routeahead.machine.cpus import default_threads
@@ -96,20 +95,8 @@ def calibrate(
 
 
 def _run(calibration: Calibration) -> Gates:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %"),
-    )
     errors = console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(visible(what), total=total)
-            bar.update(tasks[what], completed=done)
-
+    with bars(errors) as show:
         try:
             return calibration.run(show)
         except KeyboardInterrupt:

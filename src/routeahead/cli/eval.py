@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from routeahead.bench.cells import expand_shares, read_list
 from routeahead.cli import options
 from routeahead.cli.flags import llama_kwargs
-from routeahead.cli.terminal import Column, console, print_table, visible
+from routeahead.cli.terminal import Column, bars, console, print_table
 from routeahead.cluster import Cluster
 from routeahead.errors import SettingsError
 from routeahead.evaluation.evaluate import DEFAULT_TOKENS, Evaluation, Request, Setting
@@ -250,19 +249,7 @@ def _run(
     if evaluation.logit_bytes and not cluster:
         size = f"{evaluation.logit_bytes / MIB:,.1f} MiB"
         errors.print(f"the baseline's logits take {size} of disk in {folder} until the end")
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %"),
-    )
-    with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def show(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = bar.add_task(visible(name), total=total)
-            bar.update(tasks[name], completed=done)
-
+    with bars(errors) as show:
         try:
             return evaluation.spread(cluster, show) if cluster else evaluation.run(show)
         except KeyboardInterrupt:

@@ -186,3 +186,26 @@ def progress() -> Iterator[Callable[[Callable[[], str]], None]]:
         return
     with console(stderr=True).status("") as status:
         yield lambda text: status.update(_Live(text))
+
+
+@contextmanager
+def bars(where: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Progress bars in the `with` block, one for each name: the function takes a name, what is done
+    and the total. They are gone at its end."""
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=where, transient=True) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(visible(name), total=total)
+            progress.update(tasks[name], completed=done)
+
+        yield show
