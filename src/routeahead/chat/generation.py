@@ -157,12 +157,13 @@ class Generation:
         """Evaluates all of the prompt but its last batch, batch by batch.
 
         Each call evaluates what the context lacks of a longer beginning of the prompt; the token
-        that it samples is dropped.
+        that it samples is dropped. Lanes read for the next batch while the consumer has the turn.
         """
         llm, tokens = self._llm, self._ask.tokens
         for end in range(self.cached_tokens + llm.n_batch, self.prompt_tokens, llm.n_batch):
             step = llm.generate(tokens[:end], temp=0.0)
-            next(step)
+            with llm.prompt(self.prompt_tokens):
+                next(step)
             step.close()
             yield
 

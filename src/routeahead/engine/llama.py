@@ -330,13 +330,28 @@ class Llama(Verifying):
             )
         if self._void:
             self._undo()
-        outer = self.phase
-        self.phase = outer or _phase(len(tokens), self.n_tokens)
-        self._prompt_end = self.n_tokens + len(tokens)  # llama-cpp-python cuts it into batches
+        outer = self.phase, self._prompt_end
+        self.phase = self.phase or _phase(len(tokens), self.n_tokens)
+        # llama-cpp-python cuts it into batches.
+        self._prompt_end = max(self._prompt_end, self.n_tokens + len(tokens))
         try:
             super()._eval(tokens)
         finally:
-            self.phase, self._prompt_end = outer, 0
+            self.phase, self._prompt_end = outer
+
+    @contextlib.contextmanager
+    def prompt(self, end: int) -> Generator[None]:
+        """In its block, prefill is a part of a prompt whose end is position `end`.
+
+        A prompt may so be evaluated by several calls of `eval` or `generate`, and what the next
+        one needs is read meanwhile. If none comes, that costs those reads: what they brought is
+        forgotten when another batch has passed over their layers.
+        """
+        outer, self._prompt_end = self._prompt_end, end
+        try:
+            yield
+        finally:
+            self._prompt_end = outer
 
     @contextlib.contextmanager
     def decoding(self) -> Generator[None]:
