@@ -18,7 +18,7 @@ from routeahead.types import Phase
 
 COLUMNS: Mapping[str, str] = {
     "time_s": "float64",  # when the read ended, from the start of the trace
-    "step": "int64",  # batches evaluated before
+    "step": "int64",  # rows evaluated before, without guesses that were wrong
     "phase": "string",
     "lane": "int64",
     "kind": "string",  # demand, committed, ahead, speculative, idle
@@ -50,6 +50,7 @@ class IoTrace:
         self.records: list[ReadRecord] = []
 
     def end_of_batch(self, phase: Phase, tokens: int) -> None:
+        """Writes what was read for a batch of `tokens` rows, those of guesses not among them."""
         count = len(self.records)  # a lane may append while this runs
         records = self.records[:count]
         del self.records[:count]
@@ -67,6 +68,10 @@ class IoTrace:
             )  # fmt: skip
         self._step += tokens
 
+    def accepted(self) -> None:
+        """A guess of the last batch was right."""
+        self._step += 1
+
     def close(self) -> None:
         self._table.close()
 
@@ -77,7 +82,8 @@ class IoReport:
 
     Attributes:
         reads, bytes_read: all phases.
-        decode_tokens: decoded tokens from the first that read anything to the last.
+        decode_tokens: decoded tokens from the first that read anything to the last batch that did,
+            which counts as one.
         decode_bytes: bytes of the decode phase.
         redundancy: share of decode bytes that had been read before (evicted and read again).
         early_again: slices read early (committed or speculative) and on demand in the same token.

@@ -65,7 +65,7 @@ class Recorder:
 
     def end_of_batch(self, phase: Phase, step: Totals) -> None:
         if self.io:
-            self.io.end_of_batch(phase, step.tokens)
+            self.io.end_of_batch(phase, step.kept)
         if self.routes:
             self.routes.end_of_batch()
         if self.steps and phase == "decode":
@@ -73,6 +73,8 @@ class Recorder:
 
     def accepted(self) -> None:
         """A guess of the last batch was right."""
+        if self.io:
+            self.io.accepted()
         if self.steps:
             self.steps.accepted()
 
