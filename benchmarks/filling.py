@@ -22,6 +22,7 @@ import numpy as np
 from routeahead import Llama
 from routeahead.bench.statistics import paired_ratio
 from routeahead.experts.layout import MIB
+from routeahead.telemetry.json_file import write_json
 
 
 def first_tokens(model: Path, options: argparse.Namespace) -> None:
@@ -76,19 +77,22 @@ def main() -> None:
     if options.pause is not None:
         first_tokens(options.model, options)
         return
-    found: dict[str, dict[str, list[dict[str, object]]]] = {}
+    runs: dict[str, dict[str, list[dict[str, float]]]] = {
+        str(pause): {"off": [], "on": []} for pause in options.pauses
+    }
+    facts = {name: getattr(options, name) for name in ("throttle", "cache_mb", "tokens")}
     for number in range(options.passes):
-        for pause in options.pauses:
+        for pause, of in runs.items():
             for fill in (["--fill"], []) if number % 2 else ([], ["--fill"]):
-                command = [sys.executable, *sys.argv, "--pause", str(pause), *fill]
+                command = [sys.executable, *sys.argv, "--pause", pause, *fill]
                 out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-                runs = found.setdefault(str(pause), {"off": [], "on": []})
-                runs["on" if fill else "off"].append(json.loads(out))
-    for pause, runs in found.items():
-        times = {way: [float(str(run["s"])) for run in of] for way, of in runs.items()}
-        off, on = (statistics.median(times[way]) for way in ("off", "on"))
-        read = {w: statistics.median(float(str(r["mib"])) for r in runs[w]) for w in runs}
-        ratio = paired_ratio(times["off"], times["on"])
+                of["on" if fill else "off"].append(json.loads(out))
+        if options.json:
+            write_json(options.json, {**facts, "runs": runs})
+    for pause, of in runs.items():
+        off, on = (statistics.median(run["s"] for run in of[way]) for way in ("off", "on"))
+        read = {way: statistics.median(run["mib"] for run in of[way]) for way in of}
+        ratio = paired_ratio(*([run["s"] for run in of[way]] for way in ("off", "on")))
         known = ratio.low is not None and ratio.high is not None
         interval = f"{ratio.low:.2f} to {ratio.high:.2f}" if known else "too few for an interval"
         print(
@@ -96,8 +100,6 @@ def main() -> None:
             f"speed of filling / not: {ratio.median:.2f} ({interval}, {ratio.pairs} pairs); "
             f"{read['off']:.0f} and {read['on']:.0f} MiB read meanwhile"
         )
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

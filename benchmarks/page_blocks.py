@@ -9,10 +9,18 @@ from typing import Any
 
 
 def write(path: Path, mark: str, content: str) -> None:
-    """Replaces what stands between `<!-- mark -->` and `<!-- end -->`."""
+    """Replaces what stands between `<!-- mark -->` and `<!-- end -->`.
+
+    Raises:
+        SystemExit: the page has no such place.
+    """
     block = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", re.DOTALL)
-    text = path.read_text(encoding="utf-8")
-    path.write_text(block.sub(lambda at: f"{at[1]}{content}\n{at[2]}", text), encoding="utf-8")
+    text, found = block.subn(
+        lambda at: f"{at[1]}{content}\n{at[2]}", path.read_text(encoding="utf-8")
+    )
+    if not found:
+        raise SystemExit(f"{path}: put <!-- {mark} --> and <!-- end --> where its tables go")
+    path.write_text(text, encoding="utf-8")
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

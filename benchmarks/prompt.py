@@ -10,22 +10,26 @@ the same ubatch) and of what was read divided by the bandwidth, and 0.3 s. With 
 
 All models of a cell are in one process and take turns, because on virtual machines memory that is
 touched for the first time costs more than the disk does; the first round of a cell is not counted.
-The prompt is random tokens, another one in each pass, so that caches hold what they would hold in
-a conversation.
+The prompt is another one in each pass, so that caches hold what they would hold in a conversation:
+random tokens, or with `--text FILE` those of a text whose words are a token each.
+
+`--json` is written after each pass, so a run that is ended has all that it measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
+import re
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from routeahead import Llama
 from routeahead.experts.layout import MIB
+from routeahead.telemetry.json_file import write_json
 
 SLACK_S, READ_FACTOR, COMPUTE_FACTOR = 0.3, 1.1, 1.05
 BEFORE = {"ubatch": 512}
@@ -46,35 +50,60 @@ def evaluate(llm: Llama, tokens: list[int]) -> dict[str, float]:
     }
 
 
-def cell(options: argparse.Namespace, throttle: int, cache: int) -> dict[str, Any]:
-    """One throttle (MiB/s; 0 for none) and cache size (MiB), in interleaved passes."""
+def prompt(options: argparse.Namespace, number: int, vocabulary: int) -> list[int]:
+    """The tokens of pass `number`.
+
+    A text's words are numbered at random, so that it has its own frequencies and no pass has
+    another one's tokens.
+    """
+    rng, ids = random.Random(number), range(3, vocabulary)
+    if not options.text:
+        return [rng.choice(ids) for _ in range(options.rows)]
+    words = re.findall(r"\w+|[^\w\s]", options.text.read_text(encoding="utf-8"))
+    known = list(dict.fromkeys(words))
+    if len(words) < options.rows or len(known) > len(ids):
+        raise SystemExit(
+            f"{options.text} has {len(words)} words, {len(known)} of them different: --rows is "
+            f"{options.rows}, and the model has {vocabulary} tokens"
+        )
+    begin = rng.randrange(len(words) - options.rows + 1)
+    number_of = dict(zip(known, rng.sample(ids, len(known)), strict=True))
+    return [number_of[word] for word in words[begin : begin + options.rows]]
+
+
+def cell(options: argparse.Namespace, throttle: int, cache: int) -> Iterator[dict[str, Any]]:
+    """One throttle (MiB/s; 0 for none) and cache size (MiB): its record after each pass."""
     common = {"n_ctx": options.context, "n_threads": options.threads}
     streaming = {**common, "throttle": float(throttle), "cache_mb": cache}
     models = {"streamed": Llama(options.model, **streaming)}
-    ubatch = int(models["streamed"].context_params.n_ubatch)
+    streamed = models["streamed"]
+    ubatch = int(streamed.context_params.n_ubatch)
     if options.before:
         models["before"] = Llama(options.model, **streaming, **BEFORE)
         models["before"].source.window = 0
     if not options.no_resident:
         models["resident"] = Llama(options.model, resident=True, ubatch=ubatch, **common)
     passes: dict[str, list[dict[str, float]]] = {name: [] for name in models}
+    facts = {
+        "layers": len(streamed.layout.moe_layers), "text": bool(options.text),
+        "throttle": throttle, "cache_mb": cache, "rows": options.rows, "context": options.context,
+        "threads": options.threads, "ubatch": ubatch,
+    }  # fmt: skip
     try:
         for index in range(options.passes + 1):
-            rng = random.Random(index)
-            vocabulary = models["streamed"].n_vocab()
-            tokens = [rng.randrange(3, vocabulary) for _ in range(options.rows)]
+            tokens = prompt(options, index, streamed.n_vocab())
             names = list(models)
-            for name in names if index % 2 else reversed(names):
-                found = evaluate(models[name], tokens)
-                if index:
-                    passes[name].append(found)
+            found = {
+                name: evaluate(models[name], tokens)
+                for name in (names if index % 2 else reversed(names))
+            }
+            if index:
+                for name in names:
+                    passes[name].append(found[name])
+                yield {**facts, "passes": passes, **bounds(passes, throttle)}
     finally:
         for llm in models.values():
             llm.close()
-    return {
-        "throttle": throttle, "cache_mb": cache, "rows": options.rows, "context": options.context,
-        "ubatch": ubatch, "passes": passes, **bounds(passes, throttle),
-    }  # fmt: skip
 
 
 def bounds(passes: dict[str, list[dict[str, float]]], throttle: int) -> dict[str, list[float]]:
@@ -122,6 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", type=int, default=1011)
+    parser.add_argument("--text", type=Path, help="its words, instead of random tokens")
     parser.add_argument("--context", type=int, default=0, help="default: what the prompt needs")
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("--passes", type=int, default=3)
@@ -134,12 +164,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     options.context = options.context or (options.rows // 1024 + 1) * 1024
-    records = []
+    records: list[dict[str, Any]] = []
     for throttle, cache in options.cells:
-        records.append(cell(options, throttle, cache))
+        records.append({})
+        for records[-1] in cell(options, throttle, cache):
+            if options.json:
+                write_json(options.json, records)
         show(records[-1])
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
