@@ -17,10 +17,9 @@ from support.faults import STOPS, CutShort, Fault, RaisingStop
 from support.library import PROMPTS, Library, evaluate
 from support.readers import Failing, disk_error
 
-import routeahead.engine.llama as llama_module
 import routeahead.engine.streamed_model as engine
 from routeahead import Llama, ModelError, ReadError, SettingsError, StreamError
-from routeahead.engine import budget
+from routeahead.engine import budget, loading
 from routeahead.experts.lanes import Lanes
 from routeahead.experts.reader import FileReader, Reader
 from routeahead.llamacpp import ggml, node_filter
@@ -271,7 +270,7 @@ def test_struct_layout_that_moved(
     assert llm.settings.resident and llm.source is None
     assert_recovers(llm, library)
 
-    monkeypatch.setattr(llama_module, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(loading, "available_bytes", lambda: 1000)
     with pytest.raises(StreamError, match="do not fit in the 0 MiB that are free"):
         load(NAME, cache_mb=0)
     monkeypatch.undo()

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
-from jinja2 import TemplateError
+from llama_cpp.llama_speculative import LlamaDraftModel
 
-from routeahead.config import OF_RESIDENT_TOO, Settings
+from routeahead.config import Settings
 from routeahead.engine.keywords import signature, split
-from routeahead.engine.offload import EXPERTS, Offload, plan
+from routeahead.engine.loading import Loading
 from routeahead.engine.policies import Policies
-from routeahead.engine.speculation import Drafts, Unverified, Verifying, draft_model
+from routeahead.engine.speculation import Drafts, Unverified
 from routeahead.engine.starved import Starved
-from routeahead.engine.streamed_model import NO_HOOKS, Hooks, Progress, StreamedModel
-from routeahead.engine.ubatch import DEFAULT, batch_arguments
-from routeahead.errors import ModelError, RouteAheadError, SettingsError, StreamError, UseError
-from routeahead.experts.layout import MIB
+from routeahead.engine.streamed_model import NO_HOOKS, Hooks, Progress
+from routeahead.errors import ModelError, SettingsError, UseError
 from routeahead.experts.source import ExpertSource
-from routeahead.llamacpp import native_abort, native_log
-from routeahead.llamacpp.devices import devices
 from routeahead.llamacpp.gguf_file import read_layout
-from routeahead.llamacpp.placement import ExpertsInRam
-from routeahead.llamacpp.text import FileName, detokenize
-from routeahead.machine.cpus import default_threads
-from routeahead.machine.memory import available_bytes
 from routeahead.routing.policy import Policy
 from routeahead.telemetry.counters import Counters, Totals, cpu_s
 from routeahead.telemetry.recorder import NOTHING, Outputs
@@ -48,7 +38,7 @@ def _phase(rows: int, position: int) -> Phase:
     return "decode" if rows == 1 and position > 0 else "prefill"
 
 
-class Llama(Verifying):
+class Llama(Loading):
     """A `llama_cpp.Llama` that leaves the experts on disk and reads them as tokens route to them.
 
         llm = Llama("model.gguf", n_ctx=4096, cache_mb=4000)
@@ -77,8 +67,6 @@ class Llama(Verifying):
         phase: what the next batch is; None lets its size tell, which is right unless a prompt's
             last row comes alone. `generate` declares it, and direct callers of `eval` may.
     """
-
-    streamed: StreamedModel | None = None
 
     def __init__(
         self,
@@ -131,136 +119,15 @@ class Llama(Verifying):
         if not self.settings.resident:
             self._prepare(outputs, policies, _hooks)
         try:
-            self._load(llama, progress)
+            drafts = self._load(llama)
+            self._start(progress, drafts)
         except BaseException:
             self.close()
             raise
         self.counters.load_s = time.perf_counter() - started
 
-    # --- the way in: what llama_cpp.Llama's constructor does not expose ---
-
-    @property
-    def model_params(self) -> Any:
-        return self._model_params
-
-    @model_params.setter
-    def model_params(self, params: Any) -> None:
-        """The constructor's `self.model_params = llama_model_default_params()` arrives here."""
-        params.use_extra_bufts = False  # a repacked weight no longer has the file's layout
-        if self.streamed:
-            self.streamed.inject_model(params)
-        elif self.offload.layers:
-            self._in_ram = ExpertsInRam(EXPERTS)
-            self._in_ram.inject(params)
-        self._model_params = params
-
-    @property
-    def context_params(self) -> Any:
-        return self._context_params
-
-    @context_params.setter
-    def context_params(self, params: Any) -> None:
-        if self.streamed:
-            self.streamed.inject_context(params)
-        self._context_params = params
-
-    # --- loading ---
-
-    def _plan_offload(self, llama: dict[str, Any]) -> Offload:
-        """Decides what goes to a device, and tells llama.cpp.
-
-        Raises:
-            SettingsError: it does not fit, or llama.cpp would copy experts there.
-        """
-        wanted, there = self.settings.n_gpu_layers, llama_cpp.llama_supports_gpu_offload()
-        if llama.get("op_offload") and there and not self.settings.resident:
-            # The scheduler copies experts when a part of the graph begins: before they are read.
-            raise SettingsError(
-                "op_offload copies experts to the device before they have been read: leave it out"
-            )
-        if not llama.get("op_offload"):
-            llama["op_offload"] = False
-        found = devices() if wanted == "auto" else []
-        free = sum(device.free for device in found)
-        offload = plan(
-            self.layout.loaded(),
-            wanted,
-            free=free,
-            context=llama.get("n_ctx", 512),
-            rows=llama.get("n_ubatch", 512),
-        )
-        llama["n_gpu_layers"] = offload.layers
-        return offload
-
-    def _prepare(self, outputs: Outputs, policies: Sequence[Policy], hooks: Hooks) -> None:
-        """Makes the streaming parts. What cannot be streamed is loaded whole, if it fits."""
-        try:
-            if not self.layout.experts:
-                raise StreamError(f"it has no experts ({self.layout.arch})")
-            self.streamed = StreamedModel(
-                self.layout,
-                self.settings,
-                self.offload,
-                outputs=outputs,
-                policies=policies,
-                hooks=hooks,
-            )
-        except StreamError as error:
-            need, free = self.layout.file_bytes, available_bytes()
-            path = self.layout.shards[0].path
-            if outputs != NOTHING or policies:
-                raise StreamError(
-                    f"{path}: cannot stream ({error}): traces and policies are about streaming"
-                ) from error
-            if need > free:
-                raise StreamError(
-                    f"{path}: cannot stream ({error}), and {need // MIB} MiB do not fit in the "
-                    f"{free // MIB} MiB that are free"
-                ) from error
-            warnings.warn(
-                f"{path}: cannot stream, so the whole model is loaded: {error}", stacklevel=3
-            )
-            kept = {name: getattr(self.settings, name) for name in OF_RESIDENT_TOO}
-            self.settings = Settings(resident=True, **kept)
-
-    def _load(self, llama: dict[str, Any], progress: Progress | None) -> None:
-        llama.setdefault("verbose", False)
-        llama["n_threads"] = llama.get("n_threads") or default_threads()
-        llama["n_threads_batch"] = llama.get("n_threads_batch") or llama["n_threads"]
-        llama["use_mmap"] = False
-        if self.settings.n_expert_used:
-            if isinstance(self.layout.value("expert_used_count"), list):
-                raise SettingsError(
-                    "n_expert_used: this model has a number of its own for each layer, which "
-                    "llama.cpp does not replace: leave n_expert_used out"
-                )
-            key = f"{self.layout.arch}.expert_used_count"
-            overrides = llama.get("kv_overrides") or {}
-            llama["kv_overrides"] = {**overrides, key: self.settings.n_expert_used}
-        llama.update(batch_arguments(llama, self.settings, self.layout))
-        path = FileName(self.layout.shards[0].path)
-        drafts = draft_model(llama.pop("draft_model", None), self.settings.lookup)
-        try:
-            with native_log.errors(self.buffers) as reasons:
-                native_abort.guarded(lambda: super(Llama, self).__init__(path, **llama))
-        except BaseException as error:
-            if self.streamed:
-                self.streamed.abandon()
-            llamas = (ValueError, RuntimeError, AssertionError, TemplateError)
-            if isinstance(error, RouteAheadError) or not isinstance(error, llamas):
-                raise
-            wanted = self.settings.n_expert_used or 0
-            if isinstance(error, native_abort.NativeAbort) and wanted > self.layout.n_expert_used:
-                raise SettingsError(
-                    f"n_expert_used={wanted}: llama.cpp's graph has no room for so many in this "
-                    f"model ({error}): give fewer"
-                ) from error
-            reason = reasons[0] if reasons else error
-            raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error
-        if not self._logits_all:  # the rows are nobody's, and `save_state` would copy them
-            self.scores = self.scores[:DEFAULT]
-        pieces = functools.partial(detokenize, self._model.vocab, self._model.token_bos())
-        self._model.detokenize = pieces  # type: ignore[method-assign]
+    def _start(self, progress: Progress | None, drafts: LlamaDraftModel | None) -> None:
+        """llama.cpp has the model: reads the dense weights, and has every batch come by here."""
         if self.streamed:
             this = weakref.proxy(self)  # what llama.cpp calls must not keep the model alive
             unannounced = lambda rows: this._unannounced(rows)  # noqa: E731, PLW0108
@@ -278,8 +145,6 @@ class Llama(Verifying):
         self._ctx.decode = counted  # type: ignore[method-assign]
         if drafts:
             self.draft_model = Drafts(drafts, self)
-
-    # --- running ---
 
     def _generate(
         self, tokens: Sequence[int], *args: Any, **kwargs: Any
@@ -509,25 +374,6 @@ class Llama(Verifying):
     def stops(self) -> int:
         """Calls from the graph into Python so far."""
         return self.streamed.callback.calls if self.streamed else 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What loads the model anew: `llama_cpp.Llama`'s arguments, and the streaming settings.
-
-        Raises:
-            UseError: it was given policies, traces or a reader, which are not copied.
-        """
-        if self._cannot_travel:
-            raise UseError(
-                "a model that was given policies=, outputs= or wrap_reader= cannot be pickled or "
-                "copied: load it again"
-            )
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        for name in ("use_mmap", "use_mlock", "n_gpu_layers"):  # always off
-            del state[name]
-        drafts = state["draft_model"]
-        state["draft_model"] = None if drafts is None or self.settings.lookup else drafts.model
-        plain = vars(Settings())
-        return state | {k: v for k, v in vars(self.settings).items() if v != plain[k]}
 
     def _release(self) -> None:
         vars(self).pop("_plain_decode", None)
