@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llama_cpp import LogitsProcessorList
-from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from support import models
 from support.library import CONTEXT, PROMPTS, THREADS, Library, csv_rows
 from support.readers import Delayed, Unruly, disk_error
@@ -17,9 +17,9 @@ from support.reference import Resident
 from support.router_reference import Forced, Routers
 from support.speculation import Fortune, Ids, Spy, text
 
-from routeahead import Llama, ReadError, SettingsError, UseError
-from routeahead.engine.speculation import PromptLookup
+from routeahead import Llama, ReadError
 from routeahead.policies.route_ahead import RouteAhead
+from routeahead.telemetry.io_trace import read_io_trace, report
 from routeahead.telemetry.recorder import Outputs
 
 Load = Callable[..., Llama]
@@ -189,6 +189,23 @@ def test_the_context_may_be_longer_than_a_batch(library: Library) -> None:
     llm.close()
 
 
+# --- what is reported ---
+
+
+def test_reads_are_counted_for_tokens_that_were_kept(
+    load: Load, expected: Expected, tmp_path: Path
+) -> None:
+    """Of the last batch, one: what the others of it were is in no later read."""
+    path, drafts = tmp_path / "io.csv", Fortune(expected("qwen3moe"))
+    llm = load("qwen3moe", cache_mb=0, draft_model=drafts, outputs=Outputs(io_trace=path))
+    spy = Spy().watch(llm)
+    written(llm)
+    decode, last = llm.counters.decode, len(spy.batches) - 1
+    of_last = sum(number == last for number, *_ in spy.drawn)
+    llm.close()
+    assert report(read_io_trace(path)).decode_tokens == decode.kept - of_last + 1 < decode.tokens
+
+
 # --- policies see those rows as decode ---
 
 
@@ -292,8 +309,8 @@ def test_other_policies(
     spy = Spy().watch(llm)
     text(llm, PROMPT, 50, temp=0.0, logits_processor=forcing(expected("qwen3moe")))
     assert llm.counters.decode.drafted > llm.counters.decode.accepted > 0
-    for report in llm.policies.report(llm.counters.decode).values():
-        assert report
+    for lines in llm.policies.report(llm.counters.decode).values():
+        assert lines
     if policy in LOSSLESS:
         resident = Resident(library.path("qwen3moe"), n_ctx=CONTEXT, threads=THREADS)
         spy.assert_as(resident)
@@ -329,78 +346,3 @@ def test_faults_in_a_batch_to_verify(load: Load, expected: Expected) -> None:
         llm.reset()
         assert written(llm, 30) == reference
     assert faults > 2
-
-
-# --- what is refused ---
-
-
-class Answer(LlamaDraftModel):
-    def __init__(self, draft: Any) -> None:
-        self._draft = draft
-
-    def __call__(self, input_ids: Ids, /, **kwargs: Any) -> Any:
-        return self._draft
-
-
-@pytest.mark.parametrize(
-    ("draft", "message"),
-    [
-        (np.array([1, 100_000], np.intc), "draft_model drafted token 100000, and there are 259"),
-        (np.array([-1], np.intc), "drafted token -1"),
-        (np.array([0.5]), "draft_model made float64"),
-        (np.array([[1, 2]]), r"made int64 \(1, 2\) of a draft: give token ids"),
-    ],
-)
-def test_drafts_that_are_none(load: Load, draft: Any, message: str) -> None:
-    llm = load("qwen3moe", cache_mb=8, draft_model=Answer(draft))
-    with pytest.raises(SettingsError, match=message):
-        text(llm, PROMPT, 4, temp=0.0)
-    llm.draft_model = None
-    assert len(text(llm, PROMPT, 4, temp=0.0)) == 4
-
-
-def test_settings_that_do_not_go_together(load: Load) -> None:
-    with pytest.raises(SettingsError, match="lookup and draft_model both make drafts"):
-        load("qwen3moe", cache_mb=8, lookup=4, draft_model=LlamaPromptLookupDecoding())
-    with pytest.raises(SettingsError, match="lookup is -1"):
-        load("qwen3moe", cache_mb=8, lookup=-1)
-
-
-def test_more_than_a_batch_is_not_verified(load: Load) -> None:
-    """Tokens that a consumer sends are verified like drafts."""
-    llm = load("qwen3moe", cache_mb=8)
-    steps = llm.generate(PROMPT, temp=0.0)
-    plain = [next(steps) for _ in range(6)]
-    steps.close()
-    llm.reset()
-    steps = llm.generate(PROMPT, temp=0.0)
-    assert [next(steps), steps.send(plain[1:4]), *(next(steps) for _ in range(4))] == plain
-    assert llm.counters.decode.accepted == 3
-    with pytest.raises(UseError, match="are to be verified, and a batch has 256"):
-        steps.send([3] * 300)
-
-
-# --- prompt lookup ---
-
-
-@pytest.mark.parametrize(
-    ("text", "draft"),
-    [
-        ([], []),
-        ([1], []),
-        ([1, 2, 3, 9, 1, 2], [3, 9, 1, 2]),
-        ([1, 2, 3, 9, 2, 2], []),  # one equal token is not enough
-        ([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], [4, 9, 1, 2, 4, 9]),  # the last time
-        ([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2], [3, 8, 1, 2, 4, 7]),  # the longest
-        ([5, 5, 5], [5, 5, 5, 5]),  # what repeats itself goes on
-    ],
-)
-def test_prompt_lookup(text: list[int], draft: list[int]) -> None:
-    assert PromptLookup(8)(np.array(text, np.intc)).tolist() == draft
-
-
-def test_a_draft_is_no_longer_than_asked() -> None:
-    text = np.array([*range(20), *range(10)], np.intc)
-    assert PromptLookup(8)(text).tolist() == [*range(10, 18)]
-    assert PromptLookup(1)(text).tolist() == [10]
-    assert PromptLookup(64)(text).tolist() == [*range(10, 20), *range(10)]
