@@ -104,9 +104,10 @@ def test_what_computes_something_else_gets_nothing(load: Load, tmp_path: Path) -
     for other in (load("qwen3moe", n_expert_used=1), load("gpt-oss")):
         PromptCache(tmp_path, LIMIT, other).restore(other, prompt)
         assert other.n_tokens == 0
-    same = load("qwen3moe", cache_mb=0, io_threads=1)  # exact settings make no difference
-    PromptCache(tmp_path, LIMIT, same).restore(same, [*prompt, 7])
-    assert same.n_tokens == len(prompt)
+    for exact in ({"cache_mb": 0, "io_threads": 1}, {"cache_policy": "lru", "overlap": False}):
+        same = load("qwen3moe", **exact)
+        PromptCache(tmp_path, LIMIT, same).restore(same, [*prompt, 7])
+        assert same.n_tokens == len(prompt)
 
 
 def test_a_longer_turn_replaces_its_beginning(load: Load, tmp_path: Path) -> None:

@@ -200,10 +200,10 @@ def _drop_what_lost_its_window(llm: Llama, tokens: Sequence[int]) -> None:
 
 
 # Settings that decide when bytes are read, and not what is computed.
-_EXACT = {"cache_mb", "force_cache", "io_threads", "overlap", "dense", "direct_io", "resident"} | {
-    "throttle",
-    "throttle_latency_ms",
-}
+_EXACT = {
+    "cache_floor_mb", "cache_mb", "cache_policy", "dense", "direct_io", "fill_cache", "force_cache",
+    "io_threads", "overlap", "resident", "throttle", "throttle_latency_ms", "verify_reads",
+}  # fmt: skip
 
 
 def _lossy(llm: Llama) -> dict[str, object]:
