@@ -42,6 +42,10 @@ class UseError(RouteAheadError, RuntimeError):
     """The model cannot be used now: it is closed, or in use, or belongs to another process."""
 
 
+class Stopped(RouteAheadError):
+    """A batch was ended because nobody wants it any more (`Llama.stopping`)."""
+
+
 class PolicyError(RouteAheadError, ValueError):
     """A policy asked for what a layer cannot do, such as an expert that it does not have."""
 

@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from support.library import evaluate, with_budget
+from support.library import THREADS, Library, evaluate, with_budget
+from support.readers import Delayed
 
 from routeahead import Llama
 from routeahead.chat.generation import Ask, Generation, Sampling
+from routeahead.engine.streamed_model import Hooks
+from routeahead.engine.ubatch import DEFAULT
+from routeahead.errors import Stopped
 from routeahead.experts.load import Load
 from routeahead.types import Ids
 
@@ -88,3 +92,33 @@ def test_the_last_layer_routes_the_row_whose_output_is_wanted(load: Callable[...
     assert rows.pop(last) == [0, 0, 0, 1]
     assert all(counts == [8, 8, 8, 6] for counts in rows.values())
     assert goes_on == [True, True, True, False]
+
+
+def test_a_long_batch_ends_at_the_layer_where_nobody_wants_it(library: Library) -> None:
+    """Lanes are reading for the next layers then. It leaves no trace, and short ones do not end."""
+    path, prompt = (
+        library.path("qwen3moe"),
+        np.random.default_rng(4).integers(3, 259, 1011).tolist(),
+    )
+    given = {"n_ctx": 2048, "n_threads": THREADS, "cache_mb": 1, "force_cache": True}
+    llm = Llama(path, **given, _hooks=Hooks(wrap_reader=Delayed, poison=True))
+    fresh, stream, seen = Llama(path, **given), llm.streamed.stream, list[int]()
+    routed = stream._window.routed
+
+    def note(layer: int, ids: Ids) -> None:
+        seen.append(layer)
+        routed(layer, ids)
+
+    stream._window.routed = note  # type: ignore[method-assign]
+    with llm.stopping(lambda: len(seen) == 2):
+        with pytest.raises(Stopped, match=f"at layer {llm.layout.moe_layers[2]}"):
+            llm.eval(prompt)
+        assert seen == llm.layout.moe_layers[:2]
+        assert llm.n_tokens == 0 and not llm.source._guesses and not stream.unwanted
+    with llm.stopping(lambda: True):
+        llm.eval(prompt[:DEFAULT])
+    assert llm.n_tokens == DEFAULT
+    batches = [prompt, [7], [9]]
+    np.testing.assert_array_equal(evaluate(llm, batches), evaluate(fresh, batches))
+    llm.close()
+    fresh.close()

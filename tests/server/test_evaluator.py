@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.library import Library
 
 from routeahead import Llama
 from routeahead.errors import SettingsError
@@ -100,6 +101,41 @@ def test_a_full_queue_refuses_and_a_cancelled_job_makes_room(evaluator: Evaluato
         evaluator.cancel(waiting[1])  # it has ended: harmless
 
     asyncio.run(main())
+
+
+def test_a_cancelled_job_ends_inside_a_long_batch(library: Library) -> None:
+    """At the next layer, and the next job finds the model as it was."""
+    llm = Llama(library.path("qwen3moe"), n_ctx=2048, cache_mb=1, force_cache=True, n_threads=1)
+    evaluator = Evaluator(llm, Live(llm), None, queue=2)
+    begun, go, seen = threading.Event(), threading.Event(), list[int]()
+    routed = llm.streamed.stream._window.routed
+
+    def rests(layer: int, ids: Any) -> None:
+        seen.append(layer)
+        begun.set()
+        go.wait(60)
+        routed(layer, ids)
+
+    llm.streamed.stream._window.routed = rests  # type: ignore[method-assign]
+
+    def evaluates(llm: Llama) -> Iterator[int]:
+        llm.eval([5, 6, 7] * 300)
+        yield llm.n_tokens
+
+    async def main() -> None:
+        running = evaluator.submit(evaluates)
+        await _until(begun.is_set)
+        evaluator.cancel(running)
+        go.set()
+        with pytest.raises(ApiError, match="was cut"):
+            await everything(running)
+        assert seen == llm.layout.moe_layers[:1] and llm.n_tokens == 0
+        assert await everything(evaluator.submit(evaluates)) == [900]
+
+    evaluator.start()
+    asyncio.run(main())
+    evaluator.close()
+    llm.close()
 
 
 def test_a_failure_is_the_job_s_alone(evaluator: Evaluator) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
@@ -19,6 +19,7 @@ from routeahead.engine.policies import Policies
 from routeahead.engine.speculation import Drafts, Unverified
 from routeahead.engine.starved import Starved
 from routeahead.engine.streamed_model import NO_HOOKS, Hooks, Progress
+from routeahead.engine.ubatch import DEFAULT
 from routeahead.errors import ModelError, SettingsError, UseError
 from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp.gguf_file import read_layout
@@ -106,6 +107,7 @@ class Llama(Loading):
         self.phase: Phase | None = None
         self._evaluating = self._void = False
         self._prompt_end = 0  # where the prompt that is being evaluated will end
+        self._unwanted: Callable[[], bool] | None = None
         trained = self.layout.value("context_length")
         if cap_context and trained:
             llama["n_ctx"] = min(llama.get("n_ctx") or int(trained), int(trained))
@@ -219,6 +221,19 @@ class Llama(Loading):
             self._prompt_end = outer
 
     @contextlib.contextmanager
+    def stopping(self, unwanted: Callable[[], bool]) -> Generator[None]:
+        """In its block, a long batch of a streamed model ends with `Stopped` if `unwanted()`.
+
+        That is asked at each layer of batches of more than `ubatch.DEFAULT` rows. What ends leaves
+        no trace, but costs the expert cache, as an interrupt does: shorter ones come to their end.
+        """
+        outer, self._unwanted = self._unwanted, unwanted
+        try:
+            yield
+        finally:
+            self._unwanted = outer
+
+    @contextlib.contextmanager
     def decoding(self) -> Generator[None]:
         """In its block, all that is evaluated directly counts as decode, however many tokens.
 
@@ -288,6 +303,7 @@ class Llama(Loading):
             if streamed:
                 streamed.adjust()
                 streamed.callback.begin()
+                streamed.stream.unwanted = self._unwanted if rows > DEFAULT else None
                 more = max(self._prompt_end - self.n_tokens, rows)
                 streamed.stream.begin(phase, self.n_tokens, more, whole=self._all_output)
             self._plain_decode(batch)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from routeahead.engine.policies import Policies
 from routeahead.engine.window import Window
-from routeahead.errors import StreamError
+from routeahead.errors import Stopped, StreamError
 from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.load import Load
 from routeahead.experts.source import ExpertSource
@@ -27,7 +27,10 @@ class Stream:
     Attributes:
         policies: whose hooks are called (`routing.policy` has their order).
         mgmt_s: seconds of the evaluation thread in here, waiting for bytes excluded.
+        unwanted: asked at each layer of the next batch; if it is true, the batch ends.
     """
+
+    unwanted: Callable[[], bool] | None = None
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class Stream:
 
     def end(self) -> None:
         """The batch was evaluated."""
-        self._open = False
+        self._open, self.unwanted = False, None
         if self._ahead and self._window.finished():
             self.source.finish_ahead()
         self.source.cache.hits += self._graph.rested
@@ -110,6 +113,8 @@ class Stream:
 
     def routed(self, layer: int, ids: Ids, hidden: Floats | None) -> bool:
         start, stalled = time.perf_counter(), self.source.stall_s
+        if self.unwanted and self.unwanted():
+            raise Stopped(f"nobody wants this batch: it was ended at layer {layer}")
         if self._watched:
             self._decide(layer, ids, hidden)
         self._held = self._hold
@@ -242,6 +247,7 @@ class Stream:
         """Forgets everything that a void graph left behind."""
         self._load = self._routing = None
         self._held = self._open = False
+        self.unwanted = None
         self.policies.recover()
         self.source.recover()
 

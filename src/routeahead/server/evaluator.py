@@ -4,7 +4,8 @@ Hand-overs between threads, all under one lock or through the event loop:
 
 * *A job*, from the event loop to this thread: appended to the queue under `_changed`.
 * *Its events*, back: `call_soon_threadsafe` appends them to the job's own asyncio queue.
-* *That nobody wants it any more*: `Job.cancelled` is set by the loop and read between two events.
+* *That nobody wants it any more*: `Job.cancelled` is set by the loop and read between two events,
+  and at each layer of a long batch.
 * *What the page and the metrics show*: `Live` replaces whole objects that nobody changes.
 
 The model is made by the thread that makes the evaluator, used by this thread from `start` to the
@@ -23,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from routeahead.engine.llama import Llama
-from routeahead.errors import RouteAheadError
+from routeahead.errors import RouteAheadError, Stopped
 from routeahead.server.errors import ApiError
 from routeahead.server.live import Live
 from routeahead.server.prompt_cache import PromptCache
@@ -32,6 +33,7 @@ Work = Callable[[Llama], Iterator[Any]]
 
 IDLE_S = 1.0  # without a job for so long, the conversation is written to disk
 STOPPING = "the server is being stopped: try again later"
+CUT = "the answer was cut: the server is being stopped"
 _END = object()
 _log = logging.getLogger(__name__)
 
@@ -117,7 +119,8 @@ class Evaluator:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Ends a job at its next token, or takes it from the queue. Harmless if it has ended."""
+        """Ends a job at its next token or batch, or at the next layer of a long batch, or takes it
+        from the queue. Harmless if it has ended."""
         job.cancelled.set()
         with self._changed:
             if job in self._waiting:
@@ -173,13 +176,16 @@ class Evaluator:
         started = time.perf_counter()
         events: Iterator[Any] = iter(())
         try:
-            events = job.work(self._llm)
-            for event in events:
-                if job.cancelled.is_set():
-                    raise ApiError(503, "the answer was cut: the server is being stopped")
-                if event is not None:
-                    job.put(event)
-                self._live.offer(self._llm)
+            with self._llm.stopping(job.cancelled.is_set):
+                events = job.work(self._llm)
+                for event in events:
+                    if job.cancelled.is_set():
+                        raise ApiError(503, CUT)
+                    if event is not None:
+                        job.put(event)
+                    self._live.offer(self._llm)
+        except Stopped:
+            job.put(ApiError(503, CUT))
         except ApiError as error:
             job.put(error)
         except RouteAheadError as error:
