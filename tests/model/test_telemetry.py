@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -270,6 +271,12 @@ def test_a_step_log_has_what_policies_count(load: Load, tmp_path: Path, compute:
     llm.close()
     lines = csv_rows(path)
     sums = {name: sum(float(line[name]) for line in lines) for name in lines[0] if name != "facts"}
+    means = json.loads(lines[-1]["facts"])["means"]
+    assert means == {
+        name: pytest.approx(total / decode.tokens, abs=1e-6)
+        for name, total in sums.items()
+        if name != "token"
+    }
     assert sums["committed"] == ahead["committed"] == 5 * decode.tokens
     assert (
         sums["compared_slots"] == ahead["slots"] and sums["agreed_slots"] == ahead["agreed_slots"]
@@ -282,3 +289,4 @@ def test_a_step_log_has_what_policies_count(load: Load, tmp_path: Path, compute:
     for name in ("gemv", "issue", "watchdog"):
         each = sums[f"ra_{name}_ms"] / decode.tokens
         assert each == pytest.approx(ahead[f"{name}_ms_per_tok"], abs=1e-3) and each > 0
+        assert means[f"ra_{name}_ms"] == pytest.approx(ahead[f"{name}_ms_per_tok"], abs=1e-3)

@@ -1,4 +1,8 @@
-"""`--csv`: one line a decoded batch, which is a token, and several where guesses were right."""
+"""`--csv`: one line a decoded batch, which is a token, and several where guesses were right.
+
+When the run has ended, its facts have the `means`: each column's sum over the number of tokens, so
+that all of them, route-ahead's costs too, are over the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +45,7 @@ class StepLog:
         """
         self._table = open_table(path, COLUMNS, facts)
         self._lines: list[list[float | int]] = []
+        self._sums = [0.0] * len(COLUMNS)  # of the lines that were written
         self._tokens, self._faults = 0, _major_faults()
 
     def add(self, step: Totals) -> None:
@@ -68,15 +73,24 @@ class StepLog:
             self._lines[-1][0] = self._tokens
             self._lines[-1][_ACCEPTED] += 1
 
+    def _take(self) -> list[tuple[float | int, ...]]:
+        """The lines that were collected, as columns."""
+        columns, self._lines = list(zip(*self._lines, strict=True)), []
+        pairs = zip(columns, self._sums, strict=True)
+        self._sums = [sum(column, before) for column, before in pairs]
+        return columns
+
     def _write(self) -> None:
-        if self._lines:
-            self._table.add(list(zip(*self._lines, strict=True)))
-            self._lines = []
+        self._table.add(self._take())
 
     def close(self) -> None:
-        """Writes what was collected."""
+        """Writes what was collected, and the means."""
         try:
-            self._write()
+            if self._lines:  # else no token was decoded: `add` keeps the latest
+                columns = self._take()
+                _, *sums = zip(COLUMNS, self._sums, strict=True)  # without the token's number
+                means = {name: round(total / max(1, self._tokens), 6) for name, total in sums}
+                self._table.conclude(columns, {"means": means})
         finally:
             self._table.close()
 

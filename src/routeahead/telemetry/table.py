@@ -5,7 +5,8 @@ has no use for it.
 
 What is known of the whole table, its facts, is JSON: in a Parquet's metadata under the key
 `routeahead`; in a CSV in the last column, `facts`, of the first line, so that every reader of CSV
-takes the file as it is. (Older CSVs begin with lines `# key=value`; they can be read.)
+takes the file as it is. (Older CSVs begin with lines `# key=value`; they can be read.) Facts that
+are known only at the end stand beside a CSV's last line, and in a Parquet under a key of their own.
 
 What was added to a CSV is in the file when `add` returns, so that a run that is killed leaves all
 of it. A Parquet file can be read only after `close`.
@@ -34,12 +35,17 @@ Columns = Mapping[str, str]
 PARQUET = ".parquet"
 FACTS = "facts"  # a CSV's last column
 _KEY = b"routeahead"  # of Parquet's metadata
+_END_KEY = b"routeahead.end"  # of the facts that are known at the end
 _GROUP = 65536  # lines of a Parquet row group, which is compressed as a whole
 
 
 class Table(Protocol):
     def add(self, columns: Sequence[Sequence[Any]]) -> None:
         """Appends lines, given as columns of equal length in the order of the table's."""
+        ...
+
+    def conclude(self, columns: Sequence[Sequence[Any]], facts: Mapping[str, Any]) -> None:
+        """Appends the last lines, one or more, and further facts. Only `close` comes after it."""
         ...
 
     def close(self) -> None: ...
@@ -71,6 +77,11 @@ class _Named:
             with self._naming():
                 self._table.add(columns)
 
+    def conclude(self, columns: Sequence[Sequence[Any]], facts: Mapping[str, Any]) -> None:
+        if not self._broken:
+            with self._naming():
+                self._table.conclude(columns, facts)
+
     def close(self) -> None:
         if self._broken:
             with contextlib.suppress(OSError):  # it would try to write what is left
@@ -96,7 +107,7 @@ class _CsvTable:
         import pyarrow as pa
         from pyarrow import csv as arrow_csv
 
-        self._arrow, self._facts = pa, json.dumps(facts)
+        self._arrow, self._facts = pa, dict(facts)  # what has not been written
         self._own = pa.schema(list(columns.items()))
         self._schema = self._own.append(pa.field(FACTS, pa.string()))
         self._file = path.open("wb")
@@ -107,11 +118,24 @@ class _CsvTable:
     def add(self, columns: Sequence[Sequence[Any]]) -> None:
         batch = self._arrow.record_batch(columns, schema=self._own)
         if self._facts and batch.num_rows:
-            self._file.write(_line([*batch.slice(0, 1).to_pylist()[0].values(), self._facts]))
-            self._facts, batch = "", batch.slice(1)
+            self._write_first(batch)
+            batch = batch.slice(1)
         none = self._arrow.nulls(batch.num_rows, self._arrow.string())
         columns = [*batch.columns, none]
         self._writer.write(self._arrow.record_batch(columns, schema=self._schema))
+        self._file.flush()
+
+    def _write_first(self, batch: Any) -> None:
+        """The first line of a batch, with the facts that have not been written."""
+        values = batch.slice(0, 1).to_pylist()[0].values()
+        self._file.write(_line([*values, json.dumps(self._facts)]))
+        self._facts = {}
+
+    def conclude(self, columns: Sequence[Sequence[Any]], facts: Mapping[str, Any]) -> None:
+        self.add([column[:-1] for column in columns])
+        self._facts |= facts
+        last = [column[-1:] for column in columns]
+        self._write_first(self._arrow.record_batch(last, schema=self._own))
         self._file.flush()
 
     def close(self) -> None:
@@ -146,6 +170,10 @@ class _ParquetTable:
         self._waiting += batch.num_rows
         if self._waiting >= _GROUP:
             self._write()
+
+    def conclude(self, columns: Sequence[Sequence[Any]], facts: Mapping[str, Any]) -> None:
+        self.add(columns)
+        self._writer.add_key_value_metadata({_END_KEY: json.dumps(facts).encode()})
 
     def _write(self) -> None:
         self._writer.write_table(self._arrow.Table.from_batches(self._batches, self._schema))
@@ -198,8 +226,7 @@ def read_arrow(path: Path) -> tuple[Any, Any]:
     if path.suffix == PARQUET:
         from pyarrow import parquet
 
-        table = parquet.read_table(path)
-        return table, _parquet_facts(table.schema)
+        return parquet.read_table(path), _parquet_facts(path)
     # Older ones have comments, at the end too.
     lines = _whole_lines(path).splitlines(keepends=True)
     head = [line[1:].decode().strip() for line in lines if line.startswith(b"#")]
@@ -250,15 +277,22 @@ def _whole_lines(path: Path) -> bytes:
 
 
 def _csv_facts(table: Any) -> Any:
+    column = table.column(FACTS)
     try:
-        return json.loads(table.column(FACTS)[0].as_py() or "{}") if table.num_rows else {}
+        facts = json.loads(column[0].as_py() or "{}") if table.num_rows else {}
+        end = column[-1].as_py() if table.num_rows > 1 else None
+        return {**facts, **json.loads(end)} if end else facts
     except (ValueError, TypeError):
-        raise ValueError(f"its first line has no JSON in the column {FACTS}") from None
+        raise ValueError(f"its first and last line have no JSON in the column {FACTS}") from None
 
 
-def _parquet_facts(schema: Any) -> Any:
+def _parquet_facts(path: Path) -> Any:
+    from pyarrow import parquet
+
+    metadata = parquet.read_metadata(path).metadata or {}
     try:
-        return json.loads((schema.metadata or {}).get(_KEY, b"{}"))
+        facts, end = json.loads(metadata.get(_KEY, b"{}")), metadata.get(_END_KEY)
+        return {**facts, **json.loads(end)} if end else facts
     except ValueError:
         raise ValueError(f"its metadata has no JSON under the key {_KEY.decode()}") from None
 
@@ -271,7 +305,7 @@ def _read_parquet(path: Path, columns: Columns) -> Contents:
     _require(columns, schema.names)
     table = parquet.read_table(path, columns=list(columns)).select(list(columns))
     values = _values(table.cast(pa.schema(list(columns.items()))), columns)
-    return Contents(values, facts=_parquet_facts(schema))
+    return Contents(values, facts=_parquet_facts(path))
 
 
 def _require(columns: Columns, present: Sequence[str]) -> None:
