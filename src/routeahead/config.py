@@ -80,7 +80,7 @@ class Settings(
         "idle.",
         STREAMING,
         excludes=dict.fromkeys(
-            ("drop_cold_experts", "expert_substitute"),
+            ("drop_cold_experts", "expert_substitute", "route_ahead_candidates"),
             "the output would depend on how fast the disk is",
         ),
     )

@@ -24,6 +24,9 @@ class Reads:
     def resident(self, layer: int, expert: int) -> bool:
         return expert in self.held
 
+    def cached(self, layer: int, expert: int) -> bool:
+        return expert in self.held
+
     def read_early(self, layer: int, experts: Sequence[int]) -> None:
         self.asked.append(("early", layer, list(experts)))
 

@@ -63,7 +63,7 @@ class Ranks:
     def rank(self, layer: int, hidden: npt.NDArray[np.float32]) -> npt.NDArray[np.int32]:
         return self._ranking.ids
 
-    def predict(self, layer: int, hidden: npt.NDArray[np.float32]) -> Ranking:
+    def predict(self, layer: int, hidden: npt.NDArray[np.float32], more: int = 0) -> Ranking:
         self.asked.append(layer)
         return self._ranking
 

@@ -48,6 +48,9 @@ class StreamingArguments(TypedDict, total=False):
     # Leave a layer to its router where that agrees with less than this share of the predicted
     # slots, by the calibration's or the run's own count; what is predicted is a guess there.
     route_ahead_min_agreement: float
+    # Read M more of the predicted experts than a layer uses, and let its own router choose among
+    # all of them and what the cache has.
+    route_ahead_candidates: int
     # Predict by the matrices that `routeahead calibrate` fitted to this model.
     route_ahead_gates: Path | None
     # Score how well routings could have been predicted; changes nothing, and is slow.

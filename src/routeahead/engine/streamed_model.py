@@ -273,7 +273,8 @@ class StreamedModel:
         # Who chooses a size has chosen that, too, but not what is read ahead for prompts, nor their
         # compute buffer.
         ahead = settings.route_ahead or settings.prefetch or int(settings.predict_prefetch)
-        each = min(layout.n_expert, self._top_k * (1 + settings.lookup))  # of a layer
+        of_row = self._top_k + settings.route_ahead_candidates
+        each = min(layout.n_expert, of_row * (1 + settings.lookup))  # of a layer
         early = min(ahead, len(layout.moe_layers)) * each * layout.largest_expert()
         return CacheBudget(
             source.cache,

@@ -191,6 +191,11 @@ class ExpertSource:
         landed = guess is not None and not guess.ahead and guess.landed
         return (layer, expert) in self.cache or landed
 
+    def cached(self, layer: int, expert: int) -> bool:
+        """Whether the cache has the expert by its books. What lookups and early reads there were
+        says so, and their order: not how fast a read is, nor a guess."""
+        return (layer, expert) in self.cache
+
     def read_early(self, layer: int, experts: Sequence[int]) -> None:
         """Reads what a later `layer` will certainly use, and keeps all of it until then.
 

@@ -102,8 +102,9 @@ class RouterProduct:
         self._graph.compute()
         return self._logits
 
-    def rank(self, hidden: Floats) -> Ids:
-        """Ids int32 (top_k,), best first, by the rule that was given.
+    def rank(self, hidden: Floats, more: int = 0) -> Ids:
+        """Ids int32 (top_k + more,), best first, by the rule that was given; all experts if there
+        are no more.
 
         Raises:
             StreamError: ggml refused.
@@ -112,8 +113,8 @@ class RouterProduct:
         self._graph.compute()
         assert self._rule
         if self._rule.groups:
-            return self._rule.among_groups(self._scores)
-        ids: Ids = self._order[: self._rule.top_k].copy()
+            return self._rule.among_groups(self._scores, more)
+        ids: Ids = self._order[: self._rule.top_k + more].copy()
         return ids
 
     def _follow(self, rule: SelectionRule, product: int) -> None:

@@ -57,6 +57,7 @@ class PredictingPolicy(StepRankings, Policy):
         read_early: ReadEarly,
         skip: int = 0,
         weighing: bool = False,
+        more: int = 0,
     ) -> None:
         """Makes the predictions, which take the model's other policies into account."""
         forced, drop = model.find(ForcedRouting), model.find(DropCold)
@@ -78,6 +79,7 @@ class PredictingPolicy(StepRankings, Policy):
             cold_share=drop.share if drop and drop.aware else 0.0,
             skip=skip,
             weighing=weighing,
+            more=more,
         )
 
     def commits(self, layer: int) -> bool:

@@ -15,12 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from routeahead.errors import SettingsError
+from routeahead.policies.candidates import choose_among
 from routeahead.policies.prediction import PredictingPolicy, PredictionSettings
 from routeahead.prediction.predictions import Late, Reason
 from routeahead.routing.policy import Model, Policy, Routing
 from routeahead.setting import ROUTE_AHEAD, setting
 from routeahead.telemetry.counters import Totals, share
+from routeahead.types import Ids
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
@@ -85,6 +89,20 @@ class RouteAheadSettings(PredictionSettings):
         metavar="A",
         needs=("route_ahead",),
     )
+    route_ahead_candidates: int = setting(
+        0,
+        "Read M more of the predicted experts than a layer uses, and let its own router choose "
+        "among all of them and what the cache has.",
+        ROUTE_AHEAD,
+        low=0,
+        metavar="M",
+        needs=("route_ahead",),
+        asks_cache=True,
+        excludes={
+            "drop_cold_experts": "what is dropped would have been read early",
+            "replay_routing": "a forced routing cannot be chosen again",
+        },
+    )
     route_ahead_gates: Path | None = setting(
         None,
         "Predict by the matrices that `routeahead calibrate` fitted to this model.",
@@ -94,8 +112,18 @@ class RouteAheadSettings(PredictionSettings):
     )
 
     def check(self) -> None:
+        if self.route_ahead_candidates and self.route_ahead_weights == "predicted":
+            raise SettingsError(
+                "route_ahead_candidates asks the layer's own router, which gives the weights too: "
+                "leave route_ahead_weights='predicted' out"
+            )
         if self.route_ahead_compute != "graph":
             return
+        if self.route_ahead_candidates:
+            raise SettingsError(
+                "route_ahead_candidates asks the layer's own router, and with "
+                "route_ahead_compute='graph' it ranks for another layer: use 'inline' or 'worker'"
+            )
         if not self.route_ahead:
             raise SettingsError(
                 "route_ahead_compute='graph' gives a router's product to a later layer, and "
@@ -194,6 +222,7 @@ class RouteAhead(PredictingPolicy):
             read_early=self._read,
             skip=self._options.route_ahead_skip,
             weighing=self._options.route_ahead_weights == "predicted",
+            more=self._options.route_ahead_candidates,
         )
 
     def commits(self, layer: int) -> bool:
@@ -235,18 +264,28 @@ class RouteAhead(PredictingPolicy):
         if len(ranking.ids) != len(routing.ids):  # rows whose output nobody wants stop before here
             counts.by_reason["fewer_rows"] += 1
             return
+        chosen = self._among_candidates(routing, ranking.ids)
         commits = self.commits(layer)
         if self.predictions.compares(routing) or not commits:
             agreement = counts.by_layer[layer]
-            agreement.slots += ranking.ids.size
-            for chosen, router in zip(ranking.ids.tolist(), routing.ids.tolist(), strict=True):
-                agreement.agreed_slots += len(set(chosen).intersection(router))
+            agreement.slots += chosen.size
+            for row, router in zip(chosen.tolist(), routing.ids.tolist(), strict=True):
+                agreement.agreed_slots += len(set(row).intersection(router))
         if not commits:
             counts.by_reason["spared"] += 1
             return
         counts.committed += 1
-        routing.choose(ranking.ids)
+        routing.choose(chosen)
         self.predictions.weigh(routing, ranking)
+
+    def _among_candidates(self, routing: Routing, predicted: Ids) -> Ids:
+        """What is committed: the predicted experts, or what the router chooses among them."""
+        if not self._options.route_ahead_candidates:
+            return predicted
+        scores = routing.scores()
+        assert scores is not None  # of a layer whose top-k ranks: others are never predicted for
+        rows = zip(routing.ids, scores, predicted, strict=True)
+        return np.stack([choose_among(*row, routing.cached) for row in rows])
 
     def _obstacle(self, routing: Routing) -> Reason | None:
         if routing.phase == "prefill":
@@ -269,6 +308,7 @@ class RouteAhead(PredictingPolicy):
         counts = self.counts
         return {
             "depth": self.depth,
+            "candidates": self._options.route_ahead_candidates,
             "committed": counts.committed,
             "passed_through": counts.passed_through,
             "by_reason": dict(counts.by_reason),
@@ -279,9 +319,10 @@ class RouteAhead(PredictingPolicy):
         }
 
     def lines(self, decode: Totals) -> list[str]:
-        counts = self.counts
+        counts, more = self.counts, self._options.route_ahead_candidates
+        choice = f", {more} candidates more than used" if more else ""
         return [
-            f"moe-route-ahead: {self.depth} layers early — {counts.committed} routings "
+            f"moe-route-ahead: {self.depth} layers early{choice} — {counts.committed} routings "
             f"committed, {counts.passed_through} passed through; committed selection agreed with "
             f"the router on {share(counts.agreed_slots, counts.slots)} of slots",
             *self.predictions.lines("moe-route-ahead", decode),

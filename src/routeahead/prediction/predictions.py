@@ -32,6 +32,7 @@ from routeahead.types import Floats, Ids, Phase
 Compute = Literal["inline", "worker", "graph"]
 Late = Literal["pass", "wait"]
 _NO_HIDDEN = np.empty(0, np.float32)
+_NO_LAYER = -1  # before all layers
 ReadEarly = Callable[[int, Sequence[int]], None]
 Recorded = Callable[[int, int], Ids]
 
@@ -113,6 +114,7 @@ class Predictions:
         cold_share: float = 0.0,
         skip: int = 0,
         weighing: bool = False,
+        more: int = 0,
     ) -> None:
         """
         Predicts for `consumer`, a policy of `model`.
@@ -125,6 +127,9 @@ class Predictions:
                 expert always is.
             skip: MoE layers at the beginning from which nothing is predicted.
             weighing: a ranking's probabilities are wanted with its ids.
+            more: experts of a ranking beyond those that a layer uses. Something chooses among them
+                by what the cache has, so with late="wait" early reads come in the same order
+                however fast a worker is.
         """
         self._model, self._consumer, self._late = model, consumer, late
         self.ranker = model.ranker(precision)
@@ -132,6 +137,7 @@ class Predictions:
         self.times = PredictionTimes()
         self._predictor = _PREDICTORS[compute](self._rank)
         self._lends, self._weighing = compute == "graph", weighing
+        self._more, self._steady = more, more > 0 and late == "wait"
         self._skipped = frozenset(model.layers[:skip])
         self._keeps = weighing or bool(cold_share)  # probabilities
         self._lender: int | None = None  # the next layer, if its router is lent
@@ -185,7 +191,8 @@ class Predictions:
             return
         layer = routing.layer
         if self._asked:
-            self._collect(layer, wait=self._late == "wait")
+            awaited = layer if self._late == "wait" else _NO_LAYER
+            self._collect(layer, until=self._model.layers[-1] if self._steady else awaited)
         if routing.ranked_for is not None:
             self._borrow(routing, routing.ranked_for)
         elif layer == self._lender:
@@ -219,13 +226,14 @@ class Predictions:
         """The reads of `layer` are queued: those of the rankings that have arrived follow."""
         if not (self._asked or self._fresh):
             return
-        start = time.perf_counter()
+        start, waited = time.perf_counter(), self.times.wait_s
         if self._asked:
-            self._collect(layer, wait=False)
+            following = self._steady and self._consumer.depth == 1  # what is asked is next
+            self._collect(layer, until=self._model.layers[-1] if following else _NO_LAYER)
         for target, experts in self._fresh:
             self._read_early(target, experts)
         self._fresh.clear()
-        self.times.issue_s += time.perf_counter() - start
+        self.times.issue_s += time.perf_counter() - start - (self.times.wait_s - waited)
 
     def compares(self, routing: Routing) -> bool:
         """Whether the router's own choice, which is in the routing, counts for agreement. In graph
@@ -310,14 +318,17 @@ class Predictions:
         else:
             self._asked.append(prediction)
 
-    def _collect(self, layer: int, *, wait: bool) -> None:
-        """Takes what the predictor has finished. `layer` is the one that runs now.
+    def _collect(self, layer: int, *, until: int) -> None:
+        """Takes the predictions for layers up to `until`, which are waited for, and, unless reads
+        must come in the same order always, what is finished. `layer` is the one that runs now.
 
         Raises:
             BaseException: whatever a prediction met with.
         """
-        while self._asked and (self._asked[0].done or (wait and self._asked[0].layer <= layer)):
+        while self._asked:
             prediction = self._asked[0]
+            if prediction.layer > until and (self._steady or not prediction.done):
+                break
             if not prediction.done:
                 start = time.perf_counter()
                 prediction.wait()
@@ -369,7 +380,7 @@ class Predictions:
         rows: list[Ids] = []
         kept: list[Floats] = []
         for row in hidden:
-            ids, probabilities = self.ranker.predict(layer, row)
+            ids, probabilities = self.ranker.predict(layer, row, self._more)
             rows.append(ids)
             if self._keeps and probabilities is not None:
                 kept.append(probabilities.copy())

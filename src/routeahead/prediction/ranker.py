@@ -111,10 +111,10 @@ class RouterRanker:
         self._own[layer].rank(hidden)
         return self._own[layer].probabilities
 
-    def predict(self, layer: int, hidden: Floats) -> Ranking:
+    def predict(self, layer: int, hidden: Floats, more: int = 0) -> Ranking:
         """A ranking whose probabilities lie in memory that the next call for the layer reuses."""
         product = self._predicting[layer]
-        return Ranking(product.rank(hidden), product.probabilities)
+        return Ranking(product.rank(hidden, more), product.probabilities)
 
     def _loan(self, layer: int, target: int) -> Loan | None:
         lender, borrower = self.input.routers.get(layer), self.input.routers.get(target)

@@ -40,6 +40,11 @@ class Experts(Protocol):
         """Whether using the expert would cause no read."""
         ...
 
+    def cached(self, layer: int, expert: int) -> bool:
+        """Whether the cache has the expert by its books, which have what a committed read is
+        bringing. Unlike `resident`, that never depends on how fast a read is."""
+        ...
+
     def read_early(self, layer: int, experts: Sequence[int]) -> None:
         """Reads what a later `layer` of this token will certainly use. Never cancelled."""
         ...
@@ -60,7 +65,7 @@ class Ranking(NamedTuple):
     """What a router says of one hidden row.
 
     Attributes:
-        ids: int32 (top_k,), best first.
+        ids: int32 (top_k,), best first; longer where more were asked for.
         probabilities: float32 (n_expert,), what the chosen experts' weights are gathered from; None
             if they are not known.
     """
@@ -111,9 +116,9 @@ class Ranker(Protocol):
         """The layer's own router matrix (n_expert, width), as a copy."""
         ...
 
-    def predict(self, layer: int, hidden: Floats) -> Ranking:
+    def predict(self, layer: int, hidden: Floats, more: int = 0) -> Ranking:
         """The ranking that predicts what `layer` will choose, from an earlier layer's hidden
-        row."""
+        row, with the `more` experts that come next."""
         ...
 
     def own(self, layer: int, hidden: Floats) -> Floats | None:
@@ -262,6 +267,10 @@ class Routing:
     def resident(self, expert: int) -> bool:
         """Whether using the expert in this layer would cause no read."""
         return self._experts.resident(self.layer, expert)
+
+    def cached(self, expert: int) -> bool:
+        """Whether the cache has the expert, whatever has arrived of it (`Experts.cached`)."""
+        return self._experts.cached(self.layer, expert)
 
     def choose(self, ids: npt.ArrayLike, row: int | None = None) -> None:
         """Replaces the selection, in `Policy.routed` only.

@@ -52,10 +52,11 @@ class SelectionRule:
         order: npt.NDArray[np.intp] = np.argsort(-scores, kind="stable")
         return order[: self.top_k].astype(np.int32)
 
-    def among_groups(self, scores: Floats) -> npt.NDArray[np.int32]:
-        """The same of selection scores (n_expert,) before groups compete."""
-        order: npt.NDArray[np.intp] = np.argsort(-self._masked(scores), kind="stable")
-        return order[: self.top_k].astype(np.int32)
+    def among_groups(self, scores: Floats, more: int = 0) -> npt.NDArray[np.int32]:
+        """The same of selection scores (n_expert,) before groups compete, and the `more` experts
+        that come next, those of the groups that lost last."""
+        order: npt.NDArray[np.intp] = np.lexsort((-scores, -self._masked(scores)))
+        return order[: self.top_k + more].astype(np.int32)
 
     def scores(self, logits: Floats) -> Floats:
         """Numbers (n_expert,) by which the experts rank; -inf for those out of the race.
