@@ -5,9 +5,9 @@
 
 Each cell draws a model, the share of its experts that the cache holds, and a throttle (none in one
 of three) from the seed; the doctor is asked, then the model is run, as `bench --against-doctor`
-does. Both follow the same recorded routing: the one behind the model's `=`, or one that is recorded
-here with random tokens. Ten cells take four to five minutes. Exit status 1 if less than nine of ten
-lie inside.
+does, so that ten seconds lie between the two. Both follow the same recorded routing: the one behind
+the model's `=`, or one that is recorded here with random tokens. Ten cells take about six minutes.
+Exit status 1 if less than nine of ten lie inside.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.telemetry.route_trace import read_trace
 
 CLI = [sys.executable, "-m", "routeahead.cli.main"]
-TOKENS, WARMUP = 24, 24
+TOKENS, WARMUP = 48, 24
 SLOWEST_S = 0.6  # of a token without a cache: a slower disk makes the cells long, and no harder
 FASTEST = 1500 * MIB  # bytes a second: a higher throttle would not slow this disk down
 UNTHROTTLED = 1 / 3
@@ -85,7 +85,9 @@ def measure(one: Subject, flags: list[str], threads: str | None) -> dict[str, An
         "hit_rate": [told["traffic"]["hit_rate"], figures["hit_rate"]["median"]],
         "disk_mib_per_s": told["disk"]["bandwidth"] / MIB,
         "hot_s": told["engine"]["hot_s"],
-        "cold_s": told["engine"]["cold_s"],
+        "streamed": told["streamed"],
+        "drift": told["disk"]["drift"],
+        "disk_at_the_run_mib_per_s": content["runs"][0]["machine"]["disk"]["mib_per_s"],
         "run": figures["tok_per_s"]["median"],
         "compute_ms": figures["compute_ms"]["median"],
         "stall_ms": figures["stall_ms"]["median"],
@@ -113,7 +115,8 @@ def main() -> None:
                 f"{row['model']} {' '.join(row['flags'])}: forecast {band['value']:.2f} "
                 f"({band['low']:.2f} to {band['high']:.2f}), run {row['run']:.2f} tok/s "
                 f"({row['run'] / band['value'] - 1:+.0%}): "
-                f"{'inside' if row['inside'] else 'OUTSIDE'}",
+                f"{'inside' if row['inside'] else 'OUTSIDE'}; disk {row['disk_mib_per_s']:.0f} "
+                f"(drift {row['drift']:+.0%}), then {row['disk_at_the_run_mib_per_s']:.0f} MiB/s",
                 flush=True,
             )
     inside = sum(row["inside"] for row in rows)

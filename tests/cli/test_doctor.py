@@ -12,9 +12,14 @@ from support.commands import Command
 from support.hub import Hub
 from support.library import Library
 
+from routeahead.config import Settings
 from routeahead.doctor import disk_probe, examination
+from routeahead.doctor.engine_probe import Engine, Streamed
+from routeahead.doctor.examination import examine
+from routeahead.doctor.forecast import Traffic, _by_probe, tokens_like
 from routeahead.experts.layout import MIB
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.llamacpp.native_log import Buffers
 from routeahead.models import DEFAULT_MODEL
 
 REPO = "some/model-GGUF"
@@ -46,7 +51,10 @@ def test_what_it_says_of_a_model_here(command: Command) -> None:
     for name in ("decode", "prompt", "cold_start_s"):
         assert 0 < told[name]["low"] <= told[name]["value"] <= told[name]["high"]
     assert told["token_s"] >= found["engine"]["hot_s"]
-    assert found["engine"]["cold_s"] > 0
+    misses = found["streamed"]["misses"]
+    routed = len(layout.moe_layers) * layout.n_expert_used
+    missed = sum(misses) / len(misses) / routed
+    assert missed == pytest.approx(1 - found["traffic"]["hit_rate"], abs=0.02)
 
 
 def test_what_it_prints(command: Command) -> None:
@@ -58,6 +66,69 @@ def test_what_it_prints(command: Command) -> None:
     assert "yes: everything has room" in done.stdout
 
 
+def test_it_decodes_tokens_that_miss_what_the_runs_do(command: Command, tmp_path: Path) -> None:
+    """Layer by layer what the recorded routing misses, where the cache is full and where not."""
+    trace = tmp_path / "trace.csv"
+    fed = ("--forced-tokens", "seed:3", "-n", 30, "-t", 1)
+    assert command("run", DEFAULT_MODEL, *fed, "--route-trace", trace).returncode == 0
+    for cache, full in ((2, True), (14, False)):
+        settings = Settings(cache_mb=cache, replay_routing=trace)
+        found = examine(DEFAULT_MODEL, settings, threads=1, warmup=4, tokens=20)
+        routed, streamed = found.traffic, found.streamed
+        assert routed and streamed and routed.full == full
+        wanted = tokens_like(routed, found.layout, settings, len(streamed.misses)).sum(axis=1)
+        assert list(streamed.misses) == wanted.tolist() and sum(wanted) > 0
+
+
+def test_a_curve_is_scattered_over_layers() -> None:
+    layout = read_layout(DEFAULT_MODEL)
+    found = tokens_like(Traffic("a curve", 0.75), layout, Settings(), 100)
+    layers, top_k = len(layout.moe_layers), layout.n_expert_used
+    assert found.shape == (100, layers) and found.sum() == 100 * layers * top_k / 4
+    assert found.min() == 0 and found.max() > 1
+
+
+class TestBand:
+    """Of a token that takes 10 ms and 1 ms more for each expert that it misses."""
+
+    engine = Engine(0.0, 0, 0.010, 0.0, 0.0, Buffers({}, {}), 0, 0, 1)
+    misses = (4, 8, 12, 16, 8, 4, 12, 16)
+
+    def band(self, *factors: float) -> tuple[float, float]:
+        seconds = [
+            (0.010 + 0.001 * count) * factor
+            for count, factor in zip(self.misses, factors * 8, strict=False)
+        ]
+        at, error = _by_probe(self.engine, Streamed(tuple(seconds), self.misses), 20)
+        return at(0.5), error
+
+    def test_misses_cost_what_they_did(self) -> None:
+        assert self.band(1.0) == pytest.approx((0.020, 0.0))
+
+    def test_it_is_as_wide_as_the_probe_was_unsteady(self) -> None:
+        _, little = self.band(1.0, 1.1)
+        _, much = self.band(1.0, 2.0)
+        assert 0.05 < little < 0.2 and much > 4 * little
+
+
+def test_a_device_that_is_not_here(command: Command) -> None:
+    """Which part would go there is said, and no speed."""
+    found = examined(command, DEFAULT_MODEL, "-ngl", 5)
+    layout = read_layout(DEFAULT_MODEL)
+    memory, device = found["memory"], found["device"]
+    assert found["runs"] and found["forecast"] is None and device["devices"] == []
+    assert device["layers"] == 5 and device["dense_bytes"] > 0
+    copied = next(t.nbytes for t in layout.dense if t.name == "token_embd.weight")  # the output
+    assert memory["dense"] + device["dense_bytes"] == layout.dense_bytes + copied
+    assert memory["kv"] + device["kv"] == 3 * MIB and device["kv"] == 3 * MIB * 4 / 12
+    done = command("doctor", "-ngl", "all")
+    assert done.returncode == 0 and "13 of 13 layers" in done.stdout, done.stderr
+    assert "not forecast: there is no device here" in done.stdout
+    assert "tok/s" not in done.stdout
+    nothing = examined(command, DEFAULT_MODEL, "-ngl", "auto")  # none here: nothing goes to one
+    assert nothing["device"] is None and nothing["forecast"]
+
+
 def test_of_a_model_on_the_hub_it_fetches_headers(
     command: Command, hub: Hub, large: Path, tmp_path: Path
 ) -> None:
@@ -66,7 +137,7 @@ def test_of_a_model_on_the_hub_it_fetches_headers(
     hub.files[f"{REPO}/m-F16.gguf"] = content
     found = examined(command, f"{REPO}:F16", "--cache-mb", 20)
     assert found["runs"] and found["memory"]["dense"] == read_layout(large).dense_bytes
-    assert found["engine"]["cold_s"] is None  # its bytes are not here
+    assert found["streamed"] is None  # its bytes are not here
     assert hub.sent < half
     assert list((tmp_path / "models").iterdir()) == []  # nothing stays
     missing = command("doctor", f"{REPO}:Q8_0")
@@ -93,6 +164,7 @@ def test_what_it_refuses(command: Command, library: Library, tmp_path: Path) -> 
         (tmp_path,): "is a folder",
         ("--replay-routing", tmp_path / "none.csv"): "No such file",
         ("some/where/else.gguf",): "No such file",
+        ("some/model-GGUF",): "if it is a model of the hub, write hf:some/model-GGUF",
     }.items():
         done = command("doctor", *arguments)
         assert done.returncode == 1 and told in done.stderr, done.stderr

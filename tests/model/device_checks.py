@@ -19,8 +19,9 @@ from support.library import CONTEXT, PROMPTS, THREADS, Library, evaluate
 from support.readers import Delayed
 from support.rpc_device import DEVICE
 
-from routeahead import Llama
+from routeahead import Llama, Settings
 from routeahead.cli.app import app
+from routeahead.doctor.examination import examine
 from routeahead.engine.streamed_model import Hooks
 from routeahead.errors import ReadError, SettingsError
 from routeahead.llamacpp import ggml, tensor_values
@@ -53,6 +54,20 @@ def test_what_goes_where(load: Load, capfd: pytest.CaptureFixture[str]) -> None:
     assert {t.name for t in kept} == {t for t in placed if "exps" not in t} | {"token_embd.weight"}
     dense = llm.offload.device_bytes(llm.layout) + llm.offload.host_bytes(llm.layout)
     assert dense == llm.layout.dense_bytes
+
+
+def test_doctor_measures_on_the_device(library: Library) -> None:
+    """Memory of host and device apart, as llama.cpp allocated it, and tokens with layers there."""
+    path = library.path(NAME)
+    there = examine(path, Settings(n_gpu_layers=4, cache_mb=1), threads=1, context=CONTEXT)
+    here = examine(path, Settings(n_gpu_layers=0, cache_mb=1), threads=1, context=CONTEXT)
+    assert here.device is None and there.device and there.forecast and there.engine
+    assert [device.name for device in there.device.devices] == [devices()[0].name]
+    buffers = there.engine.buffers
+    assert there.device.kv == buffers.device["KV"] == here.memory.kv // 2  # of six blocks, three
+    assert there.memory.kv == buffers.host["KV"] == here.memory.kv // 2
+    assert there.device.compute >= buffers.device["compute"] > 0
+    assert there.device.dense + there.memory.dense == here.memory.dense
 
 
 @pytest.mark.parametrize("layers", [0, 1, 4, "all", "auto", -1])
@@ -164,4 +179,4 @@ def test_inspect_says_what_goes_where(library: Library, capsys: pytest.CaptureFi
     app(["inspect", str(library.path(NAME)), "-ngl", "auto"], standalone_mode=False)
     told = capsys.readouterr().out
     assert f"{BLOCKS + 1} of {BLOCKS + 1} layers (blocks 0-{BLOCKS - 1} and the output)" in told
-    assert devices()[0].name in told
+    assert devices()[0].name in told and "KV cache" in told

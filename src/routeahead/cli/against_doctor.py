@@ -61,7 +61,8 @@ def verdict(found: Examination, summary: CellSummary) -> dict[str, Any]:
     """The texts of a cell's line."""
     told, measured = found.forecast, summary.figures
     if not (told and found.traffic):
-        return dict.fromkeys(("band", "run", "hits", "run_hits"), "-") | {"lay": "it does not run"}
+        lay = "no forecast" if found.memory.fits else "it does not run"
+        return dict.fromkeys(("band", "run", "hits", "run_hits"), "-") | {"lay": lay}
     row = {
         "band": f"{told.decode.low:.2f}..{told.decode.high:.2f}",
         "hits": f"{found.traffic.hit_rate:.1%}",

@@ -14,6 +14,7 @@ import psutil
 import typer
 
 from routeahead.cli import options, terminal
+from routeahead.cli.device import device_rows
 from routeahead.cli.open_model import DEFAULT_CONTEXT
 from routeahead.cli.terminal import print_facts, size
 from routeahead.config import Settings
@@ -66,7 +67,7 @@ def doctor(
         print(json.dumps({"model": name, **found.as_dict()}, indent=2))
     else:
         print_facts([("model", name), *_rows(found)])
-    if not found.forecast:
+    if not found.memory.fits:
         raise typer.Exit(1)
 
 
@@ -81,6 +82,7 @@ def _opened(name: str) -> Iterator[tuple[Path, bool]]:
         with hollow_copy(parse(name)) as path:
             yield path, False
     else:
+        options.check_path(Path(name))
         yield Path(name), True
 
 
@@ -98,17 +100,19 @@ def _rows(found: Examination) -> list[tuple[str, str]]:
     ]  # fmt: skip
     engine, routed, told = found.engine, found.traffic, found.forecast
     if not (engine and routed and told):
+        if memory.fits:
+            rows.append(("speed", "not forecast: there is no device here to measure it on"))
         return rows
-    cold = "" if engine.cold_s is None else f", {engine.cold_s * 1e3:,.1f} if everything"
     need = f"{size(memory.least)} of experts a token"
+    note = "; faster without the probe's stop after each router" if found.device else ""
     return [
         *rows,
-        ("compute", f"{engine.hot_s * 1e3:,.1f} ms a token that misses nothing{cold}; "
+        ("compute", f"{engine.hot_s * 1e3:,.1f} ms a token that misses nothing; "
          f"{engine.threads} thread{'s' if engine.threads > 1 else ''}"),
         ("routing", f"{routed.hit_rate:.0%} of {need} in the cache, if it routes like "
          f"{routed.text}"),
         ("decode", f"{_band(told.decode, 1)} tok/s; {told.token_s * 1e3:,.0f} ms a token, of which "
-         f"it waits {told.stall_s * 1e3:,.0f}"),
+         f"it waits {told.stall_s * 1e3:,.0f}{note}"),
         ("prompt", f"{_band(told.prompt, 1)} tok/s, 512 tokens"),
         ("first token", f"{_band(told.cold_start_s, 1)} s after the start, for 16 tokens"),
     ]  # fmt: skip
@@ -122,21 +126,22 @@ def _memory_rows(found: Examination) -> list[tuple[str, str]]:
         ("  a prompt's layer", size(memory.prompt)),
         ("  process", size(memory.process)),
     ]
-    if not found.engine:
+    if not (found.engine or found.device):
         return parts
-    kv = f"{size(memory.kv)} for {memory.context:,} tokens (-c)"
-    parts[2:2] = [("  KV cache", kv), ("  compute buffers", size(memory.compute))]
+    parts.insert(2, ("  KV cache", f"{size(memory.kv)} for {memory.context:,} tokens (-c)"))
+    if found.engine:
+        parts.insert(3, ("  compute buffers", size(memory.compute)))
     cache = f"{size(memory.cache)}: {memory.share:.0%} of the experts"
     parts += [("  expert cache", cache if memory.cache else "none")]
     if memory.context_room is not None:
         parts.append(("context that fits", f"{memory.context_room:,} tokens, with the smallest "
                       "useful cache"))  # fmt: skip
-    return parts
+    return [*parts, *device_rows(found.device)]
 
 
 def _verdict(found: Examination) -> str:
     memory = found.memory
-    if not found.forecast:
+    if not memory.fits:
         return "no: not even the dense weights and one layer of experts have room"
     if memory.share >= 1:
         return "yes: everything has room"

@@ -10,17 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from routeahead.cli import options
+from routeahead.cli.device import device_rows
 from routeahead.cli.open_model import DEFAULT_CONTEXT
 from routeahead.cli.terminal import print_facts, size
-from routeahead.config import GpuLayers
-from routeahead.engine.offload import NO_LAYERS, Offload, plan
+from routeahead.doctor.device import OnDevice, expected, offload_here, on_device
+from routeahead.engine.offload import Offload
 from routeahead.errors import ModelError
 from routeahead.experts.layout import ModelLayout
-from routeahead.llamacpp.devices import Device, devices
+from routeahead.llamacpp.devices import Device
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.machine.memory import available_bytes
-
-_UBATCH = 512  # rows; llama.cpp's default
 
 
 def inspect(
@@ -51,26 +50,16 @@ def inspect(
             f"{path}: has no experts ({layout.arch}): nothing to stream; "
             "`routeahead run --resident` runs it"
         )
-    offload, found = _offload(layout, options.gpu_layers(gpu_layers), context)
+    tokens = context or min(DEFAULT_CONTEXT, int(layout.value("context_length") or 0))
+    offload, found = offload_here(layout, options.gpu_layers(gpu_layers), tokens)
     if as_json:
         print(json.dumps(report(layout, free, offload, found), indent=2))
         return
-    rows = facts(layout, free, offload, found)
+    there = on_device(layout, offload, found, expected(layout, offload, tokens))
+    rows = facts(layout, free, there)
     if model is None:
         rows.insert(0, ("", "no model given: this is the built-in one"))
     print_facts(rows)
-
-
-def _offload(
-    layout: ModelLayout, wanted: GpuLayers, context: int | None
-) -> tuple[Offload, list[Device]]:
-    """What would go to a device, and which there are."""
-    found = devices() if wanted else []
-    if wanted == "auto" and not found:
-        wanted = 0
-    tokens = context or min(DEFAULT_CONTEXT, int(layout.value("context_length") or 0))
-    free = sum(device.free for device in found)
-    return plan(layout, wanted, free=free, context=tokens, rows=_UBATCH), found
 
 
 def report(
@@ -95,9 +84,7 @@ def report(
     }
 
 
-def facts(
-    layout: ModelLayout, free: int, offload: Offload = NO_LAYERS, found: Sequence[Device] = ()
-) -> list[tuple[str, str]]:
+def facts(layout: ModelLayout, free: int, there: OnDevice) -> list[tuple[str, str]]:
     """(label, value) rows; `free` in bytes is what this machine has left."""
     sizes = layout.bytes_by_layer()
     least = layout.token_bytes()
@@ -109,23 +96,12 @@ def facts(
         ("an expert", " or ".join(size(n) for n in sorted(set(sizes.values())))),
         *_quantisation(layout),
         ("experts, all", size(layout.expert_bytes)),
-        ("dense weights", f"{size(offload.host_bytes(layout))} (kept in memory)"),
-        *_on_device(layout, offload, found),
+        ("dense weights", f"{size(there.offload.host_bytes(layout))} (kept in memory)"),
         ("a token touches", f"{size(least)} of experts: the smallest sensible cache"),
         ("free memory", size(free)),
-        ("fits here", _fit(layout, free, offload)),
+        ("fits here", _fit(layout, free, there.offload)),
     ]
-    return rows
-
-
-def _on_device(
-    layout: ModelLayout, offload: Offload, found: Sequence[Device]
-) -> list[tuple[str, str]]:
-    if not offload.layers:
-        return []
-    there = [f"{device.name}, {size(device.free)} free" for device in found]
-    where = f"{size(offload.device_bytes(layout))}: {offload.describe()}, and their KV cache"
-    return [("on a device", where), ("device", "; ".join(there) or "none here")]
+    return rows + (device_rows(there) if there.offload.layers else [])
 
 
 def _quantisation(layout: ModelLayout) -> list[tuple[str, str]]:

@@ -262,9 +262,19 @@ def model_path(given: Path | None) -> Path:
     if text.startswith(PREFIX):
         wanted = parse_reference(text)
         return locate(wanted) or pull(wanted, note)
-    if given and ":" in text and is_reference(text) and not given.exists():
-        raise SettingsError(f"{text}: no such file; if it is a model of the hub, write hf:{text}")
+    if given:
+        check_path(given)
     return given or DEFAULT_MODEL
+
+
+def check_path(given: Path) -> None:
+    """
+    Raises:
+        SettingsError: there is no such file, and it looks like a model of the hub.
+    """
+    text = str(given)
+    if is_reference(text) and not text.endswith(".gguf") and not given.exists():
+        raise SettingsError(f"{text}: no such file; if it is a model of the hub, write hf:{text}")
 
 
 def announce(given: Path | None) -> None:

@@ -78,7 +78,9 @@ def knobs(layout: ModelLayout) -> list[Knob]:
 
 
 def _show(choices: list[Choice]) -> None:
-    for one in choices:
+    for number, one in enumerate(choices):
+        if number:
+            print()
         values = list(one.speeds)
         shown = [f"{value}" for value in values]
         columns = [

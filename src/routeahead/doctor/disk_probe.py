@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import random
@@ -9,13 +10,13 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from routeahead.experts.layout import ModelLayout, Shard, ceil_block, floor_block
 from routeahead.experts.reader import FileReader, Reader, Throttled, read_whole
 
-_ALONE_S, _TOGETHER_S = 0.6, 1.4
+_ALONE_S, _TOGETHER_S = 0.4, 0.8
 _WINDOW_S = 0.2  # the spread is that of the bandwidth in windows of this length
 _SCRATCH = 512 << 20  # bytes of the file that stands for a model that is not here
 
@@ -34,6 +35,8 @@ class Disk:
             share of it.
         slice_bytes: of a read, the median.
         direct: whether the reads passed the page cache.
+        drift: the logarithm of what it gave later, as a multiple of what it gave first; 0 if it was
+            probed once.
     """
 
     bandwidth: float
@@ -41,6 +44,15 @@ class Disk:
     spread: float
     slice_bytes: int
     direct: bool
+    drift: float = 0.0
+
+    def and_later(self, later: Disk) -> Disk:
+        """What both probes say together: the mean of their bandwidths, and how far they differ."""
+        return replace(
+            self,
+            bandwidth=math.sqrt(self.bandwidth * later.bandwidth),
+            drift=math.log(later.bandwidth / self.bandwidth),
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,7 @@ def probe_disk(
     throttle: Throttle,
     direct: bool = True,
 ) -> Disk:
-    """Reads random slices for two seconds: alone, and then with all lanes at once.
+    """Reads random slices for about a second: alone, and then with all lanes at once.
 
     Raises:
         ReadError: the disk failed.

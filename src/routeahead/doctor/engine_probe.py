@@ -1,24 +1,39 @@
-"""The engine on the model itself, for a few tokens whose routing is chosen: all hits, then none."""
+"""The engine on the model itself, for a few tokens whose routing is chosen.
+
+First tokens that miss nothing; then tokens that miss as many experts, layer by layer, as the run
+that is forecast will. What a stop costs, how much of a read is hidden, and what reading takes from
+computing are in those tokens' seconds, so nothing of it needs a model.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from routeahead.config import Settings
 from routeahead.engine.llama import Llama
 from routeahead.experts.layout import MIB
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.llamacpp.native_log import Buffers
 from routeahead.routing.policy import Model, Policy, Routing
+from routeahead.types import Ids
+
+Misses = npt.NDArray[np.int64]
+"""(tokens, MoE layers): how many of a token's experts are to be absent."""
+
+TOKENS = 160
+"""That are tried at most."""
 
 _ROWS = 32  # of the prompt that is timed
-_HOT, _COLD = 12, 6  # tokens at most
-_BUDGET_S = 4.0  # for each kind of token
+_HOT_S, _STREAMED_S = 1.5, 3.0  # for tokens of each kind
+_LEAST = 4  # tokens, however long they take
 _WARM = 2  # tokens of each kind before those that count
 
 
@@ -28,12 +43,11 @@ class Engine:
 
     Attributes:
         load_s: reading the dense weights included.
-        dense_bytes: of the tensors that were loaded.
+        dense_bytes: of the tensors that were loaded into host memory.
         hot_s: a token that misses nothing, the median; `hot_spread` its quartiles' half distance,
             as a share.
-        cold_s: a token that misses everything, the median; None if one takes too long to try.
         row_s: a row of a prompt that misses nothing.
-        buffers: what llama.cpp allocated, such as "KV" and "compute" → bytes.
+        buffers: what llama.cpp allocated.
         context: tokens of the context for which it did.
         rows: of a prompt that are evaluated at once.
         threads: that computed.
@@ -43,98 +57,164 @@ class Engine:
     dense_bytes: int
     hot_s: float
     hot_spread: float
-    cold_s: float | None
     row_s: float
-    buffers: dict[str, int]
+    buffers: Buffers
     context: int
     rows: int
     threads: int
 
 
+@dataclass(frozen=True)
+class Streamed:
+    """Decoded tokens that missed as many experts as those of a forecast.
+
+    Attributes:
+        seconds: of each, in order.
+        misses: of each, experts that were read.
+    """
+
+    seconds: tuple[float, ...]
+    misses: tuple[int, ...]
+
+
 class _Chosen(Policy):
-    """Routes every row of a layer to the same experts, from `first` on."""
+    """Routes a token to experts of which as many are absent as `misses` says; without it, to the
+    same ones each time."""
 
     name = "chosen"
-    first = 0
+
+    def __init__(self) -> None:
+        self.misses: Misses | None = None  # of each layer
 
     def bind(self, model: Model) -> None:
         self._n_expert = model.n_expert
+        self._index = {layer: index for index, layer in enumerate(model.layers)}
+        self._latest: dict[int, list[int]] = {}  # of each layer, those that were read last first
+        self._next = dict.fromkeys(model.layers, 0)
 
     def routed(self, routing: Routing) -> None:
         rows, top_k = routing.ids.shape
-        ids = (self.first + np.arange(top_k)) % self._n_expert
-        if rows:
-            routing.choose(np.tile(ids, (rows, 1)))
+        if not rows:  # a ubatch without output has no row in the last layer
+            return
+        if self.misses is None:
+            ids: Ids = np.arange(top_k, dtype=np.int32)
+            self._latest[routing.layer] = ids.tolist()
+        else:
+            absent = int(self.misses[self._index[routing.layer]])
+            ids = np.array(self._with_absent(routing, top_k, absent), np.int32)
+        routing.choose(np.tile(ids, (rows, 1)))
+
+    def _with_absent(self, routing: Routing, top_k: int, absent: int) -> list[int]:
+        """Experts of which `absent` are not resident, as far as there are so many of each kind."""
+        layer, wanted = routing.layer, top_k - absent
+        experts = range(self._n_expert)
+        present = [e for e in self._latest.get(layer, ()) if routing.resident(e)][:wanted]
+        if len(present) < wanted:  # the cache did not keep them
+            others = (e for e in experts if e not in present and routing.resident(e))
+            present += islice(others, wanted - len(present))
+        begin = self._next[layer]
+        rotated = (*experts[begin:], *experts[:begin])
+        others = (e for e in rotated if e not in present and not routing.resident(e))
+        chosen = list(islice(others, top_k - len(present)))
+        if chosen:
+            self._next[layer] = (chosen[-1] + 1) % self._n_expert
+        taken = {*chosen, *present}
+        chosen += islice((e for e in experts if e not in taken), top_k - len(taken))
+        self._latest[layer] = chosen + present
+        return self._latest[layer]
 
 
-def probe_engine(
-    model: Path, settings: Settings, *, threads: int | None, context: int, expected_cold_s: float
-) -> Engine:
-    """Loads a model with a cache of one token's experts and evaluates some rows.
+class EngineProbe:
+    """A model that is loaded for a few tokens; a context manager."""
 
-    Args:
-        settings: those that change what a token costs.
-        expected_cold_s: what a token that misses everything will take at least.
+    def __init__(
+        self, model: Path, settings: Settings, *, threads: int | None, context: int
+    ) -> None:
+        """
+        Loads it, with a cache of two tokens' experts at most.
 
-    Raises:
-        RouteAheadError: the model cannot be used, or does not fit.
-    """
-    routing = _Chosen()
-    plain: dict[str, Any] = {
-        name: value
-        for name, value in vars(settings).items()
-        if name not in ("cache_mb", "cache_floor_mb", "force_cache", "replay_routing")
-    }
-    llm = Llama(
-        model, n_ctx=context, cap_context=True, n_threads=threads, policies=[routing],
-        cache_mb=_token_mib(model, settings), **plain,
-    )  # fmt: skip
-    try:
-        rows = [llm.token_bos() if llm.token_bos() >= 0 else 0] * min(_ROWS, llm.room // 4)
+        Args:
+            settings: those that change what a token costs.
+
+        Raises:
+            RouteAheadError: the model cannot be used, or does not fit.
+        """
+        self._routing = _Chosen()
+        plain: dict[str, Any] = {
+            name: value
+            for name, value in vars(settings).items()
+            if name not in ("cache_mb", "cache_floor_mb", "force_cache", "replay_routing")
+        }
+        self._llm = Llama(
+            model, n_ctx=context, cap_context=True, n_threads=threads, policies=[self._routing],
+            cache_mb=_cache_mib(model, settings), **plain,
+        )  # fmt: skip
+
+    def __enter__(self) -> EngineProbe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._llm.close()
+
+    def without_misses(self) -> Engine:
+        """Evaluates some rows and decodes some tokens that find everything."""
+        llm = self._llm
+        rows = [max(0, llm.token_bos())] * min(_ROWS, llm.room // 4)
         llm.eval(rows)
         begun = time.perf_counter()
         llm.eval(rows)
         row_s = (time.perf_counter() - begun) / len(rows)
-        llm.phase = "decode"
-        left = llm.room - 2 * len(rows) - 2
-        hot = _tokens(llm, routing, min(_HOT, left // 2), 0)
-        cold: list[float] = []
-        if expected_cold_s < _BUDGET_S / 2:
-            cold = _tokens(llm, routing, min(_COLD, left // 2), llm.layout.n_expert_used)
+        hot = self._tokens(_HOT_S, min(24, (llm.room - llm.n_tokens) // 3)).seconds
         lower, median, upper = statistics.quantiles(hot, n=4)
         return Engine(
             load_s=llm.counters.load_s,
-            dense_bytes=llm.layout.dense_bytes,
+            dense_bytes=llm.offload.host_bytes(llm.layout),
             hot_s=median,
             hot_spread=(upper - lower) / 2 / median,
-            cold_s=statistics.median(cold) if cold else None,
             row_s=row_s,
-            buffers=dict(llm.buffers),
+            buffers=llm.buffers,
             context=llm.n_ctx(),
             rows=llm.n_batch,
             threads=llm.n_threads,
         )
-    finally:
-        llm.close()
+
+    def streamed(self, misses: Misses, *, cache: int, full: bool) -> Streamed | None:
+        """Decodes tokens of which as many experts are absent as `misses` has; None if the context
+        has no room for two.
+
+        Args:
+            cache: bytes that the run's has.
+            full: it is full by then, so that a read lands where an evicted expert was. Otherwise
+                reads land in memory that nobody has used yet, which the kernel gives page by page.
+        """
+        source = self._llm.source
+        assert source
+        if not full or cache < source.cache.budget:
+            source.cache.budget = cache  # laid out anew, empty
+        room = self._llm.room - self._llm.n_tokens - _WARM - 1
+        count = min(len(misses), room)
+        return self._tokens(_STREAMED_S, count, misses) if count > 1 else None
+
+    def _tokens(self, seconds: float, count: int, misses: Misses | None = None) -> Streamed:
+        llm, found, missed = self._llm, list[float](), list[int]()
+        source, begun = llm.source, time.perf_counter()
+        assert source
+        llm.phase = "decode"
+        for index in range(-_WARM, count):
+            self._routing.misses = None if misses is None else misses[index % len(misses)]
+            before, read = time.perf_counter(), source.cache.misses
+            llm.eval([1])
+            now = time.perf_counter()
+            if index >= 0:
+                found.append(now - before)
+                missed.append(source.cache.misses - read)
+            if len(found) >= _LEAST and now - begun > seconds:
+                break
+        llm.phase = None
+        return Streamed(tuple(found), tuple(missed))
 
 
-def _token_mib(model: Path, settings: Settings) -> int:
-    """MiB of the experts of one token, rounded up."""
+def _cache_mib(model: Path, settings: Settings) -> int:
+    """MiB of the experts of two tokens, rounded up: what the latest one used stays."""
     layout = read_layout(model).loaded()
-    return -(-layout.token_bytes(settings.n_expert_used) // MIB)
-
-
-def _tokens(llm: Llama, routing: _Chosen, count: int, step: int) -> list[float]:
-    """Seconds of some decoded tokens, each routed `step` experts further than the one before."""
-    found: list[float] = []
-    begun = time.perf_counter()
-    for index in range(_WARM + count):
-        routing.first += step
-        before = time.perf_counter()
-        llm.eval([1])
-        now = time.perf_counter()
-        if index >= _WARM:
-            found.append(now - before)
-        if len(found) >= 2 and now - begun > _BUDGET_S:
-            break
-    return found
+    return -(-2 * layout.token_bytes(settings.n_expert_used) // MIB)

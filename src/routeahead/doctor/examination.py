@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from routeahead.config import Settings
+from routeahead.doctor.device import OnDevice, expected, offload_here, on_device
 from routeahead.doctor.disk_probe import (
     Disk,
     Throttle,
@@ -19,8 +20,8 @@ from routeahead.doctor.disk_probe import (
     slices_in,
     slices_of,
 )
-from routeahead.doctor.engine_probe import Engine, probe_engine
-from routeahead.doctor.forecast import Forecast, Traffic, forecast, traffic
+from routeahead.doctor.engine_probe import TOKENS, Engine, EngineProbe, Streamed
+from routeahead.doctor.forecast import Forecast, Traffic, forecast, tokens_like, traffic
 from routeahead.doctor.memory import Memory, divide
 from routeahead.engine.ubatch import DEFAULT
 from routeahead.errors import ModelError, SettingsError
@@ -30,21 +31,31 @@ from routeahead.machine.memory import available_bytes
 
 Say = Callable[[str], None]
 
+_LONGEST_S = 2.0  # of a token that is tried
+
 MODELLED = (
     "cache_mb", "cache_floor_mb", "force_cache", "io_threads", "overlap", "dense", "direct_io",
     "throttle", "throttle_latency_ms", "replay_routing", "n_expert_used", "cache_policy", "ubatch",
+    "n_gpu_layers",
 )  # fmt: skip
 """Settings that a forecast knows of."""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found; the last three are None if the model does not run here."""
+    """What was found.
+
+    `device` is None if nothing goes to one. The last four are None if the model does not run here,
+    and if layers would go to a device that is not here: nothing can be measured then. `streamed` is
+    None also if the model's bytes are not here or a token takes too long to try.
+    """
 
     layout: ModelLayout
     memory: Memory
+    device: OnDevice | None
     disk: Disk
     engine: Engine | None
+    streamed: Streamed | None
     traffic: Traffic | None
     forecast: Forecast | None
 
@@ -53,14 +64,27 @@ class Examination:
         routed = self.traffic
         return {
             "arch": self.layout.arch,
-            "runs": self.forecast is not None,
+            "runs": self.memory.fits,
             "memory": asdict(self.memory)
             | {"total": self.memory.total, "share_of_experts": self.memory.share},
+            "device": self._device(),
             "disk": asdict(self.disk),
-            "engine": asdict(self.engine) if self.engine else None,
+            "engine": self._engine(),
+            "streamed": asdict(self.streamed) if self.streamed else None,
             "traffic": {"text": routed.text, "hit_rate": routed.hit_rate} if routed else None,
             "forecast": asdict(self.forecast) if self.forecast else None,
         }
+
+    def _engine(self) -> dict[str, Any] | None:
+        one = self.engine
+        return asdict(one) | {"buffers": one.buffers._asdict()} if one else None
+
+    def _device(self) -> dict[str, Any] | None:
+        there = self.device
+        if not there:
+            return None
+        parts = {"kv": there.kv, "compute": there.compute, "total": there.total}
+        return there.offload.as_dict(self.layout, there.devices) | parts
 
 
 def examine(
@@ -94,26 +118,42 @@ def examine(
     layout = read_layout(model).loaded()
     if not layout.experts:
         raise ModelError(f"{model}: has no experts ({layout.arch}): nothing is streamed")
+    room = min(context, int(layout.value("context_length") or context))
+    offload, found = offload_here(layout, settings.n_gpu_layers, room)
+    settings = replace(settings, n_gpu_layers=offload.layers)
     free, process = available_bytes(), psutil.Process().memory_info().rss
     say("reading slices of experts from the disk")
     disk = _probe_disk(layout, settings, here)
-    sizes = {"free": free, "dense": layout.dense_bytes, "process": process}
-    memory = divide(layout, settings, buffers={}, context=context, rows=DEFAULT, **sizes)
-    if not memory.fits:
-        return Examination(layout, memory, disk, None, None, None)
+    sizes = {"free": free, "dense": offload.host_bytes(layout), "process": process}
+    buffers = expected(layout, offload, room)
+    there = on_device(layout, offload, found, buffers) if offload.layers else None
+    absent = there is not None and not found
+    known = buffers.host if absent else {}
+    memory = divide(layout, settings, buffers=known, context=room, rows=DEFAULT, **sizes)
+    if absent or not memory.fits:
+        return Examination(layout, memory, there, disk, None, None, None, None)
     say("loading the dense weights, and computing some tokens")
-    expected_s = layout.token_bytes(settings.n_expert_used) / disk.bandwidth
-    engine = probe_engine(
-        model, settings, threads=threads, context=context,
-        expected_cold_s=expected_s if here else float("inf"),
-    )  # fmt: skip
-    memory = divide(
-        layout, settings, buffers=engine.buffers, context=engine.context, rows=engine.rows,
-        **(sizes | {"dense": engine.dense_bytes}),
-    )  # fmt: skip
-    routed = traffic(layout, settings, memory, warmup=warmup, tokens=tokens)
-    found = forecast(layout, settings, memory, disk, engine, routed, start_s=start_s, here=here)
-    return Examination(layout, memory, disk, engine, routed, found)
+    with EngineProbe(model, settings, threads=threads, context=context) as probe:
+        engine = probe.without_misses()
+        memory = divide(
+            layout, settings, buffers=engine.buffers.host, context=engine.context,
+            rows=engine.rows, **(sizes | {"dense": engine.dense_bytes}),
+        )  # fmt: skip
+        routed = traffic(layout, settings, memory, warmup=warmup, tokens=tokens)
+        read_s = (1 - routed.hit_rate) * memory.least / disk.bandwidth
+        streamed = None
+        if here and read_s < _LONGEST_S:
+            say("decoding tokens that miss as many experts as a run's will")
+            like = tokens_like(routed, layout, settings, TOKENS)
+            streamed = probe.streamed(like, cache=memory.cache, full=routed.full)
+    if there:
+        there = on_device(layout, offload, found, engine.buffers)
+    if streamed:
+        disk = disk.and_later(_probe_disk(layout, settings, here))
+    told = forecast(
+        layout, settings, memory, disk, engine, streamed, routed, start_s=start_s, here=here
+    )
+    return Examination(layout, memory, there, disk, engine, streamed, routed, told)
 
 
 def _probe_disk(layout: ModelLayout, settings: Settings, here: bool) -> Disk:

@@ -63,7 +63,7 @@ class Llama(Loading):
         layout: where the model's tensors lie.
         streamed: the streaming parts; None if the model is resident.
         offload: which layers are on a device.
-        buffers: what llama.cpp allocated beside the weights, such as "KV" and "compute" → bytes.
+        buffers: what llama.cpp allocated, in host memory and on devices.
         counters: what has been counted since the load, of all batches that came through this class.
         phase: what the next batch is; None lets its size tell, which is right unless a prompt's
             last row comes alone. `generate` declares it, and direct callers of `eval` may.
@@ -101,7 +101,7 @@ class Llama(Loading):
         self.settings, llama = split(arguments)
         self.layout = read_layout(model_path)
         self.counters = Counters()
-        self.buffers: dict[str, int] = {}
+        self.buffers = native_log.Buffers({}, {})
         self._read_until: tuple[float, int, int] | None = None  # lanes' totals after a batch
         self._starved = Starved()
         self.phase: Phase | None = None

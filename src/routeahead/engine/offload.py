@@ -150,9 +150,14 @@ def layers_that_fit(needs: Sequence[int], free: int) -> int:
 
 def layer_needs(layout: ModelLayout, context: int) -> list[int]:
     """Bytes that each layer would take on a device: dense weights and KV cache, the output last."""
-    total = int(layout.value("block_count") or 0) + 1
-    sizes = _sizes(layout, total)
-    return [size + _kv_bytes(layout, layer) * context for layer, size in enumerate(sizes)]
+    per_token = kv_needs(layout)
+    sizes = _sizes(layout, len(per_token))
+    return [size + kv * context for size, kv in zip(sizes, per_token, strict=True)]
+
+
+def kv_needs(layout: ModelLayout) -> list[int]:
+    """Bytes that a token takes in each layer's KV cache, the output last."""
+    return [_kv_bytes(layout, layer) for layer in range(int(layout.value("block_count") or 0) + 1)]
 
 
 def buffer_bytes(layout: ModelLayout, context: int, rows: int) -> int:

@@ -11,14 +11,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import llama_cpp
 from llama_cpp._logger import llama_log_callback, logger
 
 _ERROR = 4  # ggml.h; the numbers in llama_cpp._logger are of an older version
 # "llama_kv_cache:        CPU KV buffer size =     1.50 MiB"
-_BUFFER = re.compile(rb"(\w+) buffer size = +([\d.]+) MiB")
+_BUFFER = re.compile(rb"(\S+) +(\w+) buffer size = +([\d.]+) MiB")
 _internals: Any = llama_cpp._internals
 _one = threading.Lock()  # what follows is the process's: its log and its stdout
 _collectors: list[Callable[[int, bytes, int], None]] = []  # of the thread that has the lock
@@ -32,12 +32,24 @@ def _collect(level: int, text: bytes, user_data: int) -> None:
         collect(level, text, user_data)
 
 
-@contextlib.contextmanager
-def errors(sizes: dict[str, int] | None = None) -> Iterator[list[str]]:
-    """Collects the error lines that are logged meanwhile, instead of printing them.
+class Buffers(NamedTuple):
+    """What llama.cpp allocated beside the weights: what for, such as "KV" → bytes."""
 
-    With `sizes`, the buffers that llama.cpp allocates meanwhile go there: what for, such as "KV" or
-    "compute" → bytes.
+    host: dict[str, int]
+    device: dict[str, int]
+
+    def add(self, where: str, what: str, nbytes: int) -> None:
+        """`where` is the buffer type's name; a device's driver may have pinned host memory."""
+        here = where.startswith("CPU") or where.endswith("_Host")
+        sizes = self.host if here else self.device
+        if what != "model":
+            sizes[what] = sizes.get(what, 0) + nbytes
+
+
+@contextlib.contextmanager
+def errors(buffers: Buffers | None = None) -> Iterator[list[str]]:
+    """Collects the error lines that are logged meanwhile, instead of printing them, and the buffers
+    that llama.cpp allocates.
 
     One thread of the process at a time. Meanwhile llama-cpp-python does not point stdout and stderr
     at /dev/null: two loads at once, or one that never returns, would leave them there.
@@ -47,9 +59,9 @@ def errors(sizes: dict[str, int] | None = None) -> Iterator[list[str]]:
     def collect(level: int, text: bytes, user_data: int) -> None:
         if level == _ERROR:
             lines.append(text.decode(errors="replace").strip())
-        if sizes is not None and (found := _BUFFER.search(text)):
-            name = found[1].decode()
-            sizes[name] = sizes.get(name, 0) + int(float(found[2]) * (1 << 20))
+        if buffers is not None and (found := _BUFFER.search(text)):
+            where, what, size = (part.decode(errors="replace") for part in found.groups())
+            buffers.add(where, what, int(float(size) * (1 << 20)))
         if level != _ERROR and logger.level == logging.DEBUG:  # llama.cpp is to be verbose
             llama_log_callback(level, text, user_data)
 
