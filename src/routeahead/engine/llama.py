@@ -23,6 +23,7 @@ from routeahead.engine.ubatch import DEFAULT
 from routeahead.errors import ModelError, SettingsError, UseError
 from routeahead.experts.source import ExpertSource
 from routeahead.llamacpp.gguf_file import read_layout
+from routeahead.llamacpp.native_log import Buffers
 from routeahead.routing.policy import Policy
 from routeahead.telemetry.counters import Counters, Totals, cpu_s
 from routeahead.telemetry.recorder import NOTHING, Outputs
@@ -101,7 +102,7 @@ class Llama(Loading):
         self.settings, llama = split(arguments)
         self.layout = read_layout(model_path)
         self.counters = Counters()
-        self.buffers = native_log.Buffers({}, {})
+        self.buffers = Buffers({}, {})
         self._read_until: tuple[float, int, int] | None = None  # lanes' totals after a batch
         self._starved = Starved()
         self.phase: Phase | None = None

@@ -34,7 +34,7 @@ class Loading(Verifying):
     settings: Settings
     layout: ModelLayout
     offload: Offload
-    buffers: dict[str, int]
+    buffers: native_log.Buffers
     streamed: StreamedModel | None = None
     _cannot_travel: bool  # it was given what cannot be pickled
 
