@@ -50,7 +50,7 @@ def test_what_it_says_of_a_model_here(command: Command) -> None:
     assert 0.5 < found["traffic"]["hit_rate"] < 0.95 and "built-in" in found["traffic"]["text"]
     for name in ("decode", "prompt", "cold_start_s"):
         assert 0 < told[name]["low"] <= told[name]["value"] <= told[name]["high"]
-    assert told["token_s"] >= found["engine"]["hot_s"]
+    assert told["token_s"] >= told["stall_s"] >= 0
     misses = found["streamed"]["misses"]
     routed = len(layout.moe_layers) * layout.n_expert_used
     missed = sum(misses) / len(misses) / routed

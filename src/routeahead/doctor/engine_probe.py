@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,6 @@ from routeahead.experts.layout import MIB
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.llamacpp.native_log import Buffers
 from routeahead.routing.policy import Model, Policy, Routing
-from routeahead.types import Ids
 
 Misses = npt.NDArray[np.int64]
 """(tokens, MoE layers): how many of a token's experts are to be absent."""
@@ -78,50 +78,37 @@ class Streamed:
 
 
 class _Chosen(Policy):
-    """Routes a token to experts of which as many are absent as `misses` says; without it, to the
-    same ones each time."""
+    """Routes each layer to the experts that were chosen for it before the batch, so that choosing
+    takes nothing of a token's time."""
 
     name = "chosen"
 
-    def __init__(self) -> None:
-        self.misses: Misses | None = None  # of each layer
-
     def bind(self, model: Model) -> None:
-        self._n_expert = model.n_expert
-        self._index = {layer: index for index, layer in enumerate(model.layers)}
-        self._latest: dict[int, list[int]] = {}  # of each layer, those that were read last first
+        self._experts, self._n_expert = model.experts, model.n_expert
+        top_ks = [model.top_k_by_layer.get(layer, model.top_k) for layer in model.layers]
+        self.ids = {n: list(range(k)) for n, k in zip(model.layers, top_ks, strict=True)}
         self._next = dict.fromkeys(model.layers, 0)
 
     def routed(self, routing: Routing) -> None:
-        rows, top_k = routing.ids.shape
-        if not rows:  # a ubatch without output has no row in the last layer
-            return
-        if self.misses is None:
-            ids: Ids = np.arange(top_k, dtype=np.int32)
-            self._latest[routing.layer] = ids.tolist()
-        else:
-            absent = int(self.misses[self._index[routing.layer]])
-            ids = np.array(self._with_absent(routing, top_k, absent), np.int32)
-        routing.choose(np.tile(ids, (rows, 1)))
+        if len(routing.ids):  # a ubatch without output has no row in the last layer
+            routing.choose([self.ids[routing.layer]] * len(routing.ids))
 
-    def _with_absent(self, routing: Routing, top_k: int, absent: int) -> list[int]:
-        """Experts of which `absent` are not resident, as far as there are so many of each kind."""
-        layer, wanted = routing.layer, top_k - absent
-        experts = range(self._n_expert)
-        present = [e for e in self._latest.get(layer, ()) if routing.resident(e)][:wanted]
-        if len(present) < wanted:  # the cache did not keep them
-            others = (e for e in experts if e not in present and routing.resident(e))
-            present += islice(others, wanted - len(present))
-        begin = self._next[layer]
+    def choose(self, misses: Misses) -> None:
+        """Chooses experts of which as many are absent now as `misses` says for each layer."""
+        for layer, absent in zip(self.ids, misses.tolist(), strict=True):
+            self.ids[layer] = self._with_absent(layer, absent)
+
+    def _with_absent(self, layer: int, absent: int) -> list[int]:
+        """As far as there are so many of each kind; those that were used last are kept."""
+        before, experts = self.ids[layer], range(self._n_expert)
+        top_k, begin = len(before), self._next[layer]
+        here = [e for e in (*before, *experts) if self._experts.resident(layer, e)]
+        present = list(dict.fromkeys(here))[: top_k - absent]
         rotated = (*experts[begin:], *experts[:begin])
-        others = (e for e in rotated if e not in present and not routing.resident(e))
-        chosen = list(islice(others, top_k - len(present)))
-        if chosen:
-            self._next[layer] = (chosen[-1] + 1) % self._n_expert
-        taken = {*chosen, *present}
-        chosen += islice((e for e in experts if e not in taken), top_k - len(taken))
-        self._latest[layer] = chosen + present
-        return self._latest[layer]
+        new = islice((e for e in rotated if e not in here), top_k - len(present))
+        chosen = [*new, *present]
+        self._next[layer] = (chosen[0] + top_k) % self._n_expert
+        return (chosen + [e for e in experts if e not in chosen])[:top_k]
 
 
 class EngineProbe:
@@ -131,7 +118,7 @@ class EngineProbe:
         self, model: Path, settings: Settings, *, threads: int | None, context: int
     ) -> None:
         """
-        Loads it, with a cache of two tokens' experts at most.
+        Loads it, with a cache of three tokens' experts.
 
         Args:
             settings: those that change what a token costs.
@@ -197,24 +184,24 @@ class EngineProbe:
 
     def _tokens(self, seconds: float, count: int, misses: Misses | None = None) -> Streamed:
         llm, found, missed = self._llm, list[float](), list[int]()
-        source, begun = llm.source, time.perf_counter()
-        assert source
+        begun = time.perf_counter()
         llm.phase = "decode"
         for index in range(-_WARM, count):
-            self._routing.misses = None if misses is None else misses[index % len(misses)]
-            before, read = time.perf_counter(), source.cache.misses
+            if misses is not None:
+                self._routing.choose(misses[index % len(misses)])
+            before = copy(llm.counters.decode)
             llm.eval([1])
-            now = time.perf_counter()
+            step = llm.counters.decode.minus(before)  # as a run counts it
             if index >= 0:
-                found.append(now - before)
-                missed.append(source.cache.misses - read)
-            if len(found) >= _LEAST and now - begun > seconds:
+                found.append(step.wall_s)
+                missed.append(step.misses)
+            if len(found) >= _LEAST and time.perf_counter() - begun > seconds:
                 break
         llm.phase = None
         return Streamed(tuple(found), tuple(missed))
 
 
 def _cache_mib(model: Path, settings: Settings) -> int:
-    """MiB of the experts of two tokens, rounded up: what the latest one used stays."""
+    """MiB of the experts of three tokens, rounded up: what the latest one used stays."""
     layout = read_layout(model).loaded()
-    return -(-2 * layout.token_bytes(settings.n_expert_used) // MIB)
+    return -(-3 * layout.token_bytes(settings.n_expert_used) // MIB)
