@@ -19,7 +19,7 @@ from support.library import PROMPTS, Library, evaluate
 
 import routeahead
 from routeahead import Llama, SettingsError, StreamError
-from routeahead.engine import llama as llama_module
+from routeahead.engine import loading
 
 Load = Callable[..., Llama]
 NAME = "qwen3moe"
@@ -78,7 +78,7 @@ def test_a_dense_model_is_loaded_whole(tmp_path: Path, monkeypatch: pytest.Monke
     llm.close()
     with pytest.raises(StreamError, match=r"no experts \(llama\)\): traces and policies are about"):
         Llama(path, policies=[routeahead.Policy()])
-    monkeypatch.setattr(llama_module, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(loading, "available_bytes", lambda: 1000)
     with pytest.raises(StreamError, match=r"dense\.gguf: cannot stream .* do not fit in the 0 MiB"):
         Llama(path)
 
