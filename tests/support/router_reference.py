@@ -55,12 +55,14 @@ class Forced(Stepwise):
 
     Attributes:
         inputs: (position, layer) → float32 (width,), input of that router product in decode.
+        attended: the same of what the layer's attention is given, the output of its norm.
         chosen: (position, layer) → int32 (top_k,), what the router itself chose there.
     """
 
     def __init__(self, path: Path, recorded: Mapping[Key, Ids], *, threads: int) -> None:
         self._recorded = recorded
         self.inputs: dict[Key, npt.NDArray[np.float32]] = {}
+        self.attended: dict[Key, npt.NDArray[np.float32]] = {}
         self.chosen: dict[Key, Ids] = {}
         self._callback = C.ggml_backend_sched_eval_callback(self._on_node)
         super().__init__(path, threads=threads, callback=self._callback)
@@ -69,15 +71,17 @@ class Forced(Stepwise):
         tensor = Tensor.from_address(address)
         kind, _, layer = tensor.name.partition(b"-")
         product, topk = kind == b"ffn_moe_logits", kind == b"ffn_moe_topk"
+        norm = kind == b"attn_norm" and layer.isdigit()
         if ask or not self._decoding:
-            return self._decoding and (product or topk)
+            return self._decoding and (product or topk or norm)
         for row in range(tensor.ne[1]):
             key = (self._position + row, int(layer))
-            if product:
-                given = Tensor.from_address(tensor.src[1])
+            if product or norm:
+                given = tensor if norm else Tensor.from_address(tensor.src[1])
                 address = given.data + row * given.nb[1]
                 memory = (ctypes.c_float * given.ne[0]).from_address(address)
-                self.inputs[key] = np.array(memory, np.float32)
+                vectors = self.attended if norm else self.inputs
+                vectors[key] = np.array(memory, np.float32)
             else:
                 address = tensor.data + row * tensor.nb[1]
                 ids = np.frombuffer((ctypes.c_int32 * tensor.ne[0]).from_address(address), np.int32)

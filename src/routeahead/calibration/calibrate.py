@@ -26,6 +26,7 @@ from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.machine.cpus import default_threads
 from routeahead.machine.memory import available_bytes
 from routeahead.prediction.gates import Gates
+from routeahead.routing.policy import HALF
 from routeahead.telemetry.tensor_file import read_tensors, write_tensors
 from routeahead.types import Floats, Ids
 
@@ -45,7 +46,7 @@ class Request:
     Attributes:
         model: GGUF file.
         texts: see `documents.read_documents`.
-        depths: in MoE layers, each at least 1.
+        depths: in MoE layers, each at least 1, or HALF: from what the layer's attention is given.
         layers: numbers of the layers to predict; None: all MoE layers.
         context: tokens of a stretch of a document.
         max_tokens: of the documents, held-out ones included.
@@ -55,7 +56,7 @@ class Request:
 
     model: Path
     texts: Sequence[Path]
-    depths: Sequence[int] = (2,)
+    depths: Sequence[float] = (2,)
     layers: Sequence[int] | None = None
     context: int = DEFAULT_CONTEXT
     max_tokens: int = DEFAULT_TOKENS
@@ -105,7 +106,7 @@ class Calibration:
         """
         moments = Moments(self.pairs, self._width, self._layout.n_expert)
         done = self._restore(moments)
-        observer = Observer()
+        observer = Observer(attention=HALF in self._request.depths)
         with self._opened(observer) as llm:
             llm.eval([0])  # shows the routers
             fitting = Fitting(observer, moments, self.pairs)
@@ -237,13 +238,13 @@ class Fitting:
 
     def __init__(self, observer: Observer, moments: Moments, pairs: Sequence[Pair]) -> None:
         self.observer, self.moments = observer, moments
-        self._into: dict[int, list[Pair]] = {}
+        self._into: dict[float, list[Pair]] = {}
         for pair in pairs:
             self._into.setdefault(pair.target, []).append(pair)
-        self._hidden: dict[int, Doubles] = {}
+        self._hidden: dict[float, Doubles] = {}
         self._routers: dict[int, Doubles] = {}
 
-    def seen(self, layer: int, hidden: Floats, ids: Ids) -> None:
+    def seen(self, layer: float, hidden: Floats, ids: Ids) -> None:
         rows = hidden.astype(np.float64)
         if not self._hidden or layer <= min(self._hidden):
             self._hidden.clear()
@@ -251,16 +252,21 @@ class Fitting:
         self._hidden[layer] = rows
         self.moments.add_source(layer, rows)
         if layer in self._into:
-            if layer not in self._routers:
-                self._routers[layer] = self.observer.ranker.matrix(layer).T.astype(np.float64)
-            logits = rows @ self._routers[layer]
+            logits = rows @ self._router(int(layer))
             for pair in self._into[layer]:
                 self.moments.add_pair(pair, self._hidden[pair.source], logits)
 
+    def _router(self, layer: int) -> Doubles:
+        """The layer's matrix (width, n_expert)."""
+        if layer not in self._routers:
+            self._routers[layer] = self.observer.ranker.matrix(layer).T.astype(np.float64)
+        return self._routers[layer]
+
 
 def _pairs(request: Request, layers: Sequence[int]) -> list[Pair]:
-    if any(depth < 1 for depth in request.depths) or not request.depths:
-        raise SettingsError("give each --depth as a whole number of layers, 1 or more")
+    whole = [depth for depth in request.depths if depth != HALF]
+    if not request.depths or any(d < 1 or not float(d).is_integer() for d in whole):
+        raise SettingsError(f"give each --depth as a whole number of layers, or as {HALF}")
     targets = layers if request.layers is None else request.layers
     strange = sorted(set(targets) - set(layers))
     if strange:

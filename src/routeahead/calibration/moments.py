@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from routeahead.routing.policy import HALF
 from routeahead.types import Floats
 
 Doubles = npt.NDArray[np.float64]
@@ -20,20 +21,24 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Pair:
-    """The experts of layer `target` are predicted at layer `source`, `depth` MoE layers earlier."""
+    """The experts of layer `target` are predicted at layer `source`, `depth` MoE layers earlier.
 
-    source: int
+    Where the depth is HALF, the source is half a layer before the target, too: what its attention
+    is given.
+    """
+
+    source: float
     target: int
-    depth: int
+    depth: float
 
 
-def pairs_of(layers: Sequence[int], depths: Sequence[int], targets: Sequence[int]) -> list[Pair]:
+def pairs_of(layers: Sequence[int], depths: Sequence[float], targets: Sequence[int]) -> list[Pair]:
     """All pairs for these targets; `layers` are the numbers of the MoE layers, in order."""
     return [
-        Pair(layers[index - depth], layer, depth)
+        Pair(layer - HALF if depth == HALF else layers[index - int(depth)], layer, depth)
         for index, layer in enumerate(layers)
         for depth in depths
-        if layer in targets and index >= depth
+        if layer in targets and index >= int(depth)
     ]
 
 
@@ -42,7 +47,7 @@ class Moments:
 
     Attributes:
         tokens: how many rows have been added.
-        gram: source layer → float64 (width, width).
+        gram: source → float64 (width, width).
         cross: pair → float64 (width, n_expert).
     """
 
@@ -58,7 +63,7 @@ class Moments:
         sources = len({pair.source for pair in pairs})
         return 8 * width * (sources * width + len(pairs) * n_expert)
 
-    def add_source(self, layer: int, hidden: Doubles) -> None:
+    def add_source(self, layer: float, hidden: Doubles) -> None:
         """Hidden vectors (rows, width) of a layer."""
         if layer in self.gram:
             self.gram[layer] += hidden.T @ hidden

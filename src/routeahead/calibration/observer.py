@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from routeahead.errors import ModelError
-from routeahead.routing.policy import Model, Policy, Ranker, Routing
+from routeahead.routing.policy import HALF, Model, Policy, Ranker, Routing
 from routeahead.types import Floats, Ids, Phase
 
-Seen = Callable[[int, Floats, Ids], None]
-"""Takes a layer, hidden vectors (rows, width), and what the router chose (rows, top_k)."""
+Seen = Callable[[float, Floats, Ids], None]
+"""Takes a layer, hidden vectors (rows, width), and what the router chose (rows, top_k). What the
+layer's attention is given comes as half a layer before it, where nothing is chosen: (rows, 0)."""
 
 
 class Observer(Policy):
@@ -22,14 +25,23 @@ class Observer(Policy):
 
     ranker: Ranker
 
-    def __init__(self) -> None:
+    def __init__(self, *, attention: bool = False) -> None:
+        """`attention`: what each layer's attention is given is shown, too."""
         self.seen: Seen | None = None
+        self._attention = attention
 
     def bind(self, model: Model) -> None:
         self.ranker = model.ranker("f32")
 
     def wants_hidden(self, phase: Phase) -> bool:
         return True
+
+    def wants_attention_input(self, phase: Phase) -> bool:
+        return self._attention
+
+    def before_attention(self, layer: int, hidden: Floats) -> None:
+        if self.seen is not None:
+            self.seen(layer - HALF, hidden, np.empty((len(hidden), 0), np.int32))
 
     def begin(self, phase: Phase, position: int) -> None:
         self.ranker.prepare()

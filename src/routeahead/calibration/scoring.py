@@ -18,8 +18,8 @@ class Scoring:
 
     def __init__(self, ranker: Ranker, penalties: Sequence[float]) -> None:
         self._ranker, self._penalties = ranker, penalties
-        self._into: dict[int, list[Pair]] = {}
-        self._from: dict[int, list[Pair]] = {}
+        self._into: dict[float, list[Pair]] = {}
+        self._from: dict[float, list[Pair]] = {}
         self._matrices: dict[Pair, list[Floats]] = {}
         self._right: dict[Pair, list[int]] = {}
         self._slots: dict[Pair, int] = {}
@@ -32,11 +32,11 @@ class Scoring:
         self._into.setdefault(pair.target, []).append(pair)
         self._from.setdefault(pair.source, []).append(pair)
 
-    def seen(self, layer: int, hidden: Floats, ids: Ids) -> None:
+    def seen(self, layer: float, hidden: Floats, ids: Ids) -> None:
         """As `Observer.seen`."""
         for pair in self._into.get(layer, ()):
             self._slots[pair] += ids.size
-            rule = self._ranker.rule(layer)
+            rule = self._ranker.rule(pair.target)
             for index, logits in enumerate(self._logits.pop(pair)):
                 self._right[pair][index] += agreed(rule, logits, ids)
         for pair in self._from.get(layer, ()):

@@ -32,8 +32,13 @@ def calibrate(
         typer.Option(help="A document, UTF-8, or .jsonl with a document a line; give several."),
     ] = None,
     depth: Annotated[
-        list[int] | None,
-        typer.Option(min=1, metavar="N", help="MoE layers early; give it once for each."),
+        list[float] | None,
+        typer.Option(
+            min=0.5,
+            metavar="N",
+            help="MoE layers early, or 0.5: from what the layer's own attention is given; give it "
+            "once for each.",
+        ),
     ] = None,
     out: Annotated[
         Path, typer.Option(help="File to write, for --route-ahead-gates; an older one is extended.")
@@ -77,7 +82,7 @@ def calibrate(
     request = Request(
         path,
         texts,
-        depth or (2,),
+        [options.whole_if_it_is(one) for one in depth or (2,)],
         layers=_layers(layers),
         context=context,
         max_tokens=max_tokens,
@@ -108,7 +113,7 @@ def _print(gates: Gates) -> None:
     """Slots predicted right: the layers' own routers / what was fitted."""
     layers = sorted({layer for layer, _ in gates.gates})
 
-    def cell(layer: int, depth: int) -> str:
+    def cell(layer: int, depth: float) -> str:
         gate: Any = gates.gates.get((layer, depth))
         return f"{gate.stale:.1%} / {gate.agreement:.1%}" if gate else ""
 
@@ -119,7 +124,7 @@ def _print(gates: Gates) -> None:
     print_table("layer", [*map(str, layers), "all"], columns)
 
 
-def _mean(gates: Gates, depth: int) -> str:
+def _mean(gates: Gates, depth: float) -> str:
     found = list(gates.at(depth).values())
     stale = sum(gate.stale for gate in found) / len(found)
     return f"{stale:.1%} / {sum(gate.agreement for gate in found) / len(found):.1%}"

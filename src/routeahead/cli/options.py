@@ -138,6 +138,7 @@ def as_settings(values: dict[str, Any]) -> dict[str, Any]:
     }
     parsers: dict[str, Callable[[Any], Any]] = {
         "cache_mb": cache_size, "n_gpu_layers": gpu_layers, "policy": tuple, "ubatch": ubatch_rows,
+        "route_ahead": whole_if_it_is,
     }  # fmt: skip
     parsed = {name: parse(values[name]) for name, parse in parsers.items() if name in values}
     return values | paths | parsed
@@ -209,6 +210,11 @@ def ubatch_rows(text: str) -> Rows:
     if not text.isdecimal():
         raise SettingsError(f"--ubatch {text}: give a number of rows such as 1024, or auto")
     return int(text)
+
+
+def whole_if_it_is(number: float) -> float:
+    """2 of 2.0: so that what is written down is the number that was given."""
+    return int(number) if float(number).is_integer() else number
 
 
 def gpu_layers(text: str) -> GpuLayers:

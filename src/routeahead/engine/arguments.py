@@ -35,8 +35,8 @@ class StreamingArguments(TypedDict, total=False):
     # With predict_prefetch: missing experts to read a layer at most; 0 only keeps what is there.
     predict_spec_max: int
     # Commit each decode layer's experts N MoE layers early, so that they are read in time (lossy);
-    # 0 is off.
-    route_ahead: int
+    # 0.5: from what the layer's own attention is given; 0 is off.
+    route_ahead: float
     # A prediction that is late is waited for ('wait', so that the output does not depend on timing)
     # or left to the router ('pass').
     route_ahead_late: Literal["pass", "wait"]

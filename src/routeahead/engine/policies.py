@@ -33,6 +33,7 @@ class Policies:
         self.product = self._having("product")
         self.end = self._having("end")
         self.wants_hidden = self._having("wants_hidden")
+        self.before_attention = self._having("before_attention")
         self.count = self._having("count")
 
     def _having(self, hook: str) -> tuple[Policy, ...]:

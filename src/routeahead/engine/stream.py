@@ -93,7 +93,8 @@ class Stream:
             self._window.begin(rows, whole=whole)
         if self._hidden:
             wanted = [policy.wants_hidden(phase) for policy in self.policies.wants_hidden]
-            self._hidden.begin(reading=any(wanted))
+            attended = [p.wants_attention_input(phase) for p in self.policies.before_attention]
+            self._hidden.begin(reading=any(wanted), attending=any(attended))
         if self._log and position == 0:
             self._log.turn()
         self._graph.serve_slots(*self.source.slot_range)
@@ -110,6 +111,12 @@ class Stream:
             policy.end()
         if self.policies:
             self.source.release()
+
+    def before_attention(self, layer: int, hidden: Floats) -> None:
+        start, stalled = time.perf_counter(), self.source.stall_s
+        for policy in self.policies.before_attention:
+            policy.before_attention(layer, hidden)
+        self._account(start, stalled)
 
     def routed(self, layer: int, ids: Ids, hidden: Floats | None) -> bool:
         start, stalled = time.perf_counter(), self.source.stall_s

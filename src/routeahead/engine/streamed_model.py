@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import warnings
@@ -196,7 +197,8 @@ class StreamedModel:
             raise no_thread("predictions") from None
         self._closers.callback(policies.close)
         moe_layers = layout.moe_layers
-        hidden = self.callback.router_input(moe_layers) if policies.wants_hidden else None
+        shown = policies.wants_hidden or policies.before_attention
+        hidden = self.callback.router_input(moe_layers) if shown else None
         self.stream = Stream(
             source,
             {tensors[e.name]: e for e in layout.experts},
@@ -275,7 +277,7 @@ class StreamedModel:
         ahead = settings.route_ahead or settings.prefetch or int(settings.predict_prefetch)
         of_row = self._top_k + settings.route_ahead_candidates
         each = min(layout.n_expert, of_row * (1 + settings.lookup))  # of a layer
-        early = min(ahead, len(layout.moe_layers)) * each * layout.largest_expert()
+        early = min(math.ceil(ahead), len(layout.moe_layers)) * each * layout.largest_expert()
         return CacheBudget(
             source.cache,
             None if size == "auto" else size * MIB,

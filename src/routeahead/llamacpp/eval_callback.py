@@ -47,6 +47,8 @@ from routeahead.llamacpp.node_filter import (
     LATE,
     MAX_POINTED,
     NAME_WORDS,
+    NORM,
+    NORM_PREFIX,
     PENDING,
     PLACED,
     POINTED,
@@ -88,6 +90,11 @@ class Observer(Protocol):
 
         Returns whether products of this layer must be announced to `product`.
         """
+        ...
+
+    def before_attention(self, layer: int, hidden: Floats) -> None:
+        """`hidden` (rows, width) is what the attention of `layer` is about to be given, in memory
+        that this call may read. Only if `RouterInput.begin` was told so."""
         ...
 
     def streams(self, tensor: int) -> bool:
@@ -303,6 +310,7 @@ class EvalCallback:
         self._slot_ids.point_back()
         if self._input:
             self._input.lending.end()
+        self._state[NORM] = 0  # what comes next may be a batch that nobody announces
         self._state[ANNOUNCED] = self._state[SETTLED] = self._state[RESTING] = 0
 
     def _on_stop(self, address: int, ask: int) -> int:
@@ -322,6 +330,8 @@ class EvalCallback:
             self._at_topk(name, tensor, address)
         elif name.startswith(_WEIGHTED_PREFIX):
             self._at_weighted(name, tensor)
+        elif self._input and name.startswith(NORM_PREFIX):
+            self._observer.before_attention(layer_of(name), self._input.at_norm(tensor))
         elif self._input and tensor.op == ggml.op_code("MUL_MAT"):
             self._input.at_router(tensor)
         else:

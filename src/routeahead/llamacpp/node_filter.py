@@ -9,7 +9,8 @@ there is something to decide:
   have been there before, and nobody else wants to know, or it is on a device: see `copies`);
 * before a product over experts whose bytes are still being read;
 * for a trace, after the experts' outputs were weighted;
-* for predictions, after a router product whose input does not survive until the top-k;
+* for predictions, after a router product whose input does not survive until the top-k, or when the
+  input of a layer's attention has been normalised;
 * under dropping, after the last node of a layer's weights, which are final then.
 
 The filter is also the gate against the worst bug, a token computed from bytes that had not
@@ -89,7 +90,9 @@ IS_HOST = LENT_AT + OPERANDS  # address of ggml_backend_buffer_is_host; 0: all i
 LATE = IS_HOST + 1  # a device's top-k is not stopped at: its copy is read when a product asks
 ROUTER_INPUT_TENSOR = LATE + 1  # whose data the router's input is
 ROUTER_INPUT_BUFFER = LATE + 2  # addresses of other buffers are not to be compared with its
-STATE_WORDS = LATE + 3
+NORM = LATE + 3  # second word of the name of the next layer's pre-attention norm; 0: not wanted
+NORM_MASK = LATE + 4  # masks what may stand behind its end
+STATE_WORDS = LATE + 5
 
 _ADD, _MUL, _MUL_MAT, _MUL_MAT_ID = (
     ggml.op_code(name) for name in ("ADD", "MUL", "MUL_MAT", "MUL_MAT_ID")
@@ -114,6 +117,8 @@ _COPIED = tuple(
 )
 _COPIED_MASKS = (*[-1] * (len(_COPIED) - 1), (1 << 8 * (len(_COPIED_NAME) % 8)) - 1)
 _WEIGHTED = int.from_bytes(b"weighted", "little")
+NORM_PREFIX = b"attn_norm-"
+_NORM = int.from_bytes(NORM_PREFIX[:8], "little")
 NAME_WORDS = 8
 _TENSOR_WORDS = _NAME_WORD + NAME_WORDS
 
@@ -295,7 +300,8 @@ def _asked(state: Any, tensor: Any, words: Any, op: Any) -> Any:
     if state[LENT_FROM] != 0:
         _lend(state, tensor, words, op)
     weighed = state[WEIGHTS] != 0 and _ends_weights(state, words)
-    return 1 if at_router or weighed or topk or weighted else 0
+    normed = state[NORM] != 0 and first == _NORM and second & state[NORM_MASK] == state[NORM]
+    return 1 if at_router or weighed or topk or weighted or normed else 0
 
 
 @numba.njit

@@ -4,6 +4,9 @@ The input of a layer's router product usually still lies in memory when the top-
 spares a stop. The node filter proves that for each layer of each token; if the proof fails
 (gemma4's argsort is given the input's memory), the graph is stopped at the router product and the
 hidden vector is copied there.
+
+What a layer's *attention* is given, `attn_norm-L`, is read at a stop of its own, right after it was
+computed, if anybody wants it.
 """
 
 from __future__ import annotations
@@ -15,11 +18,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from routeahead.errors import StreamError
 from routeahead.llamacpp import ggml
 from routeahead.llamacpp.lending import Lending
 from routeahead.llamacpp.node_filter import (
+    ANNOUNCED,
     DAMAGED,
     IS_HOST,
+    NORM,
+    NORM_MASK,
+    NORM_PREFIX,
     ROUTER,
     ROUTER_INPUT,
     ROUTER_INPUT_END,
@@ -47,14 +55,20 @@ class RouterInput:
         self._next = dict(zip(layers, [*layers[1:], layers[0]], strict=True))
         self._proven: set[int] = set()
         self._copy: Floats | None = None
-        self._reading = False
+        self._reading = self._attending = False
         self.routers: dict[int, Router | None] = {}
         self.damaged: set[int] = set()
 
-    def begin(self, *, reading: bool) -> None:
-        """A batch begins; `reading`: its hidden vectors are wanted."""
-        self._reading, self._copy = reading, None
+    def begin(self, *, reading: bool, attending: bool = False) -> None:
+        """A batch begins. `reading`: its hidden vectors are wanted; `attending`: and what each
+        layer's attention is given."""
+        self._reading, self._attending, self._copy = reading or attending, attending, None
         self._expect(self._first)
+
+    def at_norm(self, norm: ggml.Tensor) -> Floats:
+        """What the attention of a layer is given (rows, width), in the graph's own memory."""
+        self._state[NORM] = 0
+        return self._hidden(norm, int(norm.ne[1]), int(norm.ne[0]))
 
     def at_router(self, product: ggml.Tensor) -> None:
         """The router product was computed, and its input is intact."""
@@ -72,6 +86,11 @@ class RouterInput:
             self.routers[layer] = read_router(topk)
         if not self._reading:
             return None
+        if self._state[NORM]:
+            raise StreamError(
+                f"layer {layer} shows no {NORM_PREFIX.decode()}{layer} before its router: a depth "
+                "of 0.5 cannot be used with this architecture; give 1 or more"
+            )
         start, end = int(self._state[ROUTER_INPUT]), int(self._state[ROUTER_INPUT_END])
         damaged = bool(self._state[DAMAGED])
         copied, self._copy = self._copy, None
@@ -95,6 +114,11 @@ class RouterInput:
         """`layer` is the next one whose router product will be asked for."""
         state, router = self._state, self.routers.get(layer)
         state[ROUTER_INPUT] = 0
+        # The first layer's comes before anybody knows of a batch that is not announced.
+        if self._attending and (state[ANNOUNCED] or layer != self._first):
+            tail = b"%s%d\0" % (NORM_PREFIX[8:], layer)
+            state[NORM] = int.from_bytes(tail, "little")
+            state[NORM_MASK] = (1 << 8 * len(tail)) - 1
         state[ROUTER] = router.matrix if self._reading and router else 0
         # A layer stops at its router until one token has proved that it need not, so that the first
         # token's can be read too.

@@ -10,10 +10,10 @@ from routeahead.policies.forced import ForcedRouting
 from routeahead.policies.settings import PolicySettings
 from routeahead.prediction.predictions import Compute, Late, Predictions, ReadEarly, Reason
 from routeahead.prediction.rankings import StepRankings
-from routeahead.routing.policy import Model, Policy, Precision, Routing
+from routeahead.routing.policy import HALF, Model, Policy, Precision, Routing
 from routeahead.setting import ROUTE_AHEAD, setting
 from routeahead.telemetry.counters import Totals
-from routeahead.types import Phase
+from routeahead.types import Floats, Phase
 
 _PREDICTING = ("route_ahead", "predict_prefetch")
 
@@ -41,11 +41,11 @@ class PredictingPolicy(StepRankings, Policy):
     """Shows every hidden vector to `Predictions`, which offer it their rankings.
 
     Attributes:
-        depth: how many MoE layers early it predicts.
+        depth: how many MoE layers early it predicts; HALF: from what a layer's attention is given.
         predictions: where rankings come from; set when the policy is bound.
     """
 
-    depth: int
+    depth: float
     predictions: Predictions
 
     def predict_for(
@@ -91,6 +91,12 @@ class PredictingPolicy(StepRankings, Policy):
 
     def wants_hidden(self, phase: Phase) -> bool:
         return self.predictions.active
+
+    def wants_attention_input(self, phase: Phase) -> bool:
+        return self.depth == HALF and self.predictions.active
+
+    def before_attention(self, layer: int, hidden: Floats) -> None:
+        self.predictions.approach(layer, hidden)
 
     def begin(self, phase: Phase, position: int) -> None:
         self.predictions.begin(phase, position)

@@ -4,7 +4,7 @@ The selection of MoE layer L is replaced by the ranking that L's own router give
 state that entered the router N MoE layers earlier, in the same token. It is known N layers before
 it is used, and because it is then *committed*, a read that it causes is never wasted. The output
 changes: how often the router would have chosen the same is counted. (Algorithm: route-ahead of
-BigMoeOnEdge.)
+BigMoeOnEdge.) At a depth of one half, it is known one attention before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from routeahead.errors import SettingsError
 from routeahead.policies.candidates import choose_among
 from routeahead.policies.prediction import PredictingPolicy, PredictionSettings
 from routeahead.prediction.predictions import Late, Reason
-from routeahead.routing.policy import Model, Policy, Routing
+from routeahead.routing.policy import HALF, Model, Policy, Routing
 from routeahead.setting import ROUTE_AHEAD, setting
 from routeahead.telemetry.counters import Totals, share
 from routeahead.types import Ids
@@ -42,10 +42,10 @@ _KNOWN = "a committed routing is known and read ahead, not guessed"
 class RouteAheadSettings(PredictionSettings):
     """Settings of `RouteAhead`."""
 
-    route_ahead: int = setting(
+    route_ahead: float = setting(
         0,
         "Commit each decode layer's experts N MoE layers early, so that they are read in time "
-        "(lossy); 0 is off.",
+        "(lossy); 0.5: from what the layer's own attention is given; 0 is off.",
         ROUTE_AHEAD,
         low=0,
         metavar="N",
@@ -112,6 +112,15 @@ class RouteAheadSettings(PredictionSettings):
     )
 
     def check(self) -> None:
+        if self.route_ahead != HALF and not float(self.route_ahead).is_integer():
+            raise SettingsError(
+                f"route_ahead is {self.route_ahead}: give a whole number of MoE layers, or {HALF}"
+            )
+        if self.route_ahead == HALF and self.route_ahead_compute != "inline":
+            raise SettingsError(
+                f"route_ahead={HALF} predicts a layer while it runs, which is done in the graph's "
+                "callback: use route_ahead_compute='inline'"
+            )
         if self.route_ahead_candidates and self.route_ahead_weights == "predicted":
             raise SettingsError(
                 "route_ahead_candidates asks the layer's own router, which gives the weights too: "
@@ -138,7 +147,8 @@ class RouteAheadSettings(PredictionSettings):
     def make(self, model: Model) -> Policy | None:
         if not self.route_ahead:
             return None
-        return RouteAhead(self.route_ahead, late=self.route_ahead_late, options=self)
+        depth = HALF if self.route_ahead == HALF else int(self.route_ahead)
+        return RouteAhead(depth, late=self.route_ahead_late, options=self)
 
 
 @dataclass
@@ -189,7 +199,7 @@ class RouteAhead(PredictingPolicy):
     earlier step is never committed, whatever went wrong in between.
 
     Attributes:
-        depth: N, in MoE layers.
+        depth: N, in MoE layers, or HALF.
         counts: what became of each routing.
     """
 
@@ -197,9 +207,10 @@ class RouteAhead(PredictingPolicy):
     reads_early = "route-ahead"
 
     def __init__(
-        self, depth: int, *, late: Late = "wait", options: RouteAheadSettings | None = None
+        self, depth: float, *, late: Late = "wait", options: RouteAheadSettings | None = None
     ) -> None:
-        """Commits what is predicted `depth` MoE layers early; `late` is what if it is not ready."""
+        """Commits what is predicted `depth` MoE layers early, or at HALF; `late` is what if it is
+        not ready."""
         super().__init__()
         self.depth, self._late = depth, late
         self._options = options or RouteAheadSettings()
@@ -207,7 +218,7 @@ class RouteAhead(PredictingPolicy):
 
     def bind(self, model: Model) -> None:
         self.counts = AheadCounts({layer: Agreement() for layer in model.layers})
-        first = self.depth + self._options.route_ahead_skip
+        first = int(self.depth) + self._options.route_ahead_skip
         self._first, self._experts = frozenset(model.layers[:first]), model.experts
         if first >= len(model.layers):
             warnings.warn(
@@ -294,7 +305,9 @@ class RouteAhead(PredictingPolicy):
             return "structural"
         if not self.predictions.watchdog.armed:
             return "disarmed"
-        return None if routing.layer in self else self._missing.get(routing.layer, "late")
+        # At half a layer, a batch that nobody announced has begun before its first layer was seen.
+        absent: Reason = "unreadable" if self.depth == HALF else "late"
+        return None if routing.layer in self else self._missing.get(routing.layer, absent)
 
     def count(self, totals: Totals) -> None:
         super().count(totals)

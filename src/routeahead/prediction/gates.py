@@ -27,7 +27,7 @@ class Gate:
 
     Attributes:
         layer: whose experts are predicted.
-        depth: how many MoE layers early.
+        depth: how many MoE layers early; HALF: from what the layer's own attention is given.
         matrix: float32 (n_expert, width); None if the layer's own router predicted as well.
         stale: share of slots that the layer's own router predicted, of held-out documents.
         agreement: the same of what is used here.
@@ -36,7 +36,7 @@ class Gate:
     """
 
     layer: int
-    depth: int
+    depth: float
     matrix: Floats | None
     stale: float
     agreement: float
@@ -58,7 +58,7 @@ class Gates:
     """
 
     model: str
-    gates: dict[tuple[int, int], Gate]
+    gates: dict[tuple[int, float], Gate]
     fitted: int
     held: int
 
@@ -68,10 +68,10 @@ class Gates:
         return Gates(model, by_place, fitted, held)
 
     @property
-    def depths(self) -> list[int]:
+    def depths(self) -> list[float]:
         return sorted({depth for _, depth in self.gates})
 
-    def at(self, depth: int) -> dict[int, Gate]:
+    def at(self, depth: float) -> dict[int, Gate]:
         """Layer → what predicts it `depth` layers early."""
         return {layer: gate for (layer, of), gate in self.gates.items() if of == depth}
 
@@ -117,7 +117,7 @@ def read_gates(path: Path, model: str) -> Gates:
     return Gates.of(model, made, fitted=facts["fitted"], held=facts["held"])
 
 
-def check_depth(gates: Gates, depth: int, path: Path) -> dict[int, Gate]:
+def check_depth(gates: Gates, depth: float, path: Path) -> dict[int, Gate]:
     """What the gates have for `depth`.
 
     Raises:

@@ -10,6 +10,9 @@ this order (`routing.policy`):
 2. `predict`: otherwise the hidden vectors are given to the predictor, for the layer N further on.
    With compute="graph" it is decided whether the next layer lends its router.
 3. `issue`, in `issued` and `product`: the experts of every ranking that has arrived are read early.
+
+At a depth of HALF, `approach` comes before all of them, in `before_attention`: what the layer's
+attention is given is ranked for that layer, and read.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import numpy as np
 
 from routeahead.prediction.watchdog import Watchdog
 from routeahead.prediction.worker import Inline, Prediction, Worker
-from routeahead.routing.policy import Model, Precision, Ranking, Routing
+from routeahead.routing.policy import HALF, Model, Precision, Ranking, Routing
 from routeahead.telemetry.counters import Totals
 from routeahead.types import Floats, Ids, Phase
 
@@ -74,9 +77,9 @@ class PredictionTimes:
 
 
 class Consumer(Protocol):
-    """What is done with rankings. `depth` in MoE layers; `serial` numbers the steps."""
+    """What is done with rankings. `depth` in MoE layers, or HALF; `serial` numbers the steps."""
 
-    depth: int
+    depth: float
     serial: int
 
     def next_step(self) -> None: ...
@@ -181,9 +184,19 @@ class Predictions:
 
     def _target(self, layer: int) -> int | None:
         """The layer that is predicted from `layer`; None if there is none."""
-        if layer in self._skipped:
+        if layer in self._skipped or self._consumer.depth == HALF:
             return None
-        return self._model.later(layer, self._consumer.depth)
+        return self._model.later(layer, int(self._consumer.depth))
+
+    def approach(self, layer: int, hidden: Floats) -> None:
+        """`hidden` (rows, width) is what the attention of `layer` is given: at a depth of HALF,
+        what it says of the layer's experts is read before the attention runs."""
+        if not self.active or layer in self._skipped:
+            return
+        start = time.perf_counter()
+        inline = self._ask(layer, hidden, before := layer - 1)
+        self.times.issue_s += max(0.0, time.perf_counter() - start - inline)
+        self.issue(before)
 
     def settle(self, routing: Routing) -> None:
         """A layer's router has chosen, and no policy has chosen otherwise yet."""
@@ -208,16 +221,7 @@ class Predictions:
         start, inline = time.perf_counter(), 0.0
         target = self._target(routing.layer)
         if target is not None and routing.ranked_for is None:
-            if not self.ranker.seen(target):
-                self._consumer.cannot_predict(target, "first_token")
-            elif not self._predictable(target):
-                self._consumer.cannot_predict(target, "unranked")
-            elif routing.hidden is None:
-                self._consumer.cannot_predict(target, "unreadable")
-            else:
-                prediction = Prediction(self._consumer.serial, target, routing.hidden)
-                self._submit(prediction, routing.layer)
-                inline = prediction.spent_s if isinstance(self._predictor, Inline) else 0.0
+            inline = self._ask(target, routing.hidden, routing.layer)
         following = self._model.later(routing.layer, 1)
         self._arrange(self._model.layers[0] if following is None else following)
         self.times.issue_s += max(0.0, time.perf_counter() - start - inline)
@@ -309,6 +313,21 @@ class Predictions:
         if layer not in self.ranker:
             return False
         return not self._weighing or self.ranker.rule(layer).weighing is not None
+
+    def _ask(self, target: int, hidden: Floats | None, layer: int) -> float:
+        """Has the `target` predicted, or tells why not; `layer` is the one that runs now. Returns
+        the seconds that it took inline."""
+        if not self.ranker.seen(target):
+            self._consumer.cannot_predict(target, "first_token")
+        elif not self._predictable(target):
+            self._consumer.cannot_predict(target, "unranked")
+        elif hidden is None:
+            self._consumer.cannot_predict(target, "unreadable")
+        else:
+            prediction = Prediction(self._consumer.serial, target, hidden)
+            self._submit(prediction, layer)
+            return prediction.spent_s if isinstance(self._predictor, Inline) else 0.0
+        return 0.0
 
     def _submit(self, prediction: Prediction, layer: int) -> None:
         """`layer` is the one that runs now."""

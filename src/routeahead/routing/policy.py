@@ -12,6 +12,8 @@ In one layer of one ubatch the hooks come in this order, all on the evaluation t
 6. `product`: an expert product of the layer is about to run, and its bytes have arrived. Only
    while reads of the layer are pending.
 
+Before all of them, if a policy wants it, comes `before_attention`.
+
 `docs/policy-api.md` shows them at work.
 """
 
@@ -30,6 +32,9 @@ from routeahead.telemetry.counters import Totals
 from routeahead.types import Floats, Ids, Phase
 
 Precision = Literal["f32", "f16", "int8"]
+HALF = 0.5
+"""The depth at which a layer's experts are predicted from what its own attention is given."""
+
 P = TypeVar("P", bound="Policy")
 
 
@@ -367,6 +372,11 @@ class Policy:
         """Whether `Routing.hidden` is needed in this batch; asked after `begin`."""
         return False
 
+    def wants_attention_input(self, phase: Phase) -> bool:
+        """Whether `before_attention` is to be called in this batch, at a further stop of the graph
+        in each layer; asked after `begin`."""
+        return False
+
     def wants_weights(self, phase: Phase) -> bool:
         """Whether a layer's reads have to wait for `weighted` in this batch; asked after `begin`.
 
@@ -376,6 +386,10 @@ class Policy:
 
     def begin(self, phase: Phase, position: int) -> None:
         """A batch is about to be evaluated; its first row stands at `position`."""
+
+    def before_attention(self, layer: int, hidden: Floats) -> None:
+        """The attention of an MoE `layer` is about to be given `hidden`, float32 (rows, width),
+        the output of its norm; valid during this call. The last layer may route fewer rows."""
 
     def routed(self, routing: Routing) -> None:
         """A layer's router has chosen."""
