@@ -1,6 +1,7 @@
 """Lanes: threads that read slices from the files into the arena.
 
-Hand-overs between threads:
+Hand-overs between threads ("the evaluation thread" is, between two batches, whichever thread has
+borrowed the cache: `engine.ownership`):
 
 * The evaluation thread builds a `Read`, and from `submit` on does not touch it; a lane owns it
   until it settles the read's `Ticket`.
@@ -26,7 +27,9 @@ Hand-overs between threads:
   that interrupts `drain` leaves nothing behind that a lane could wait for.
 * A lane that dies (an exception from outside, such as a thread that is killed) first settles its
   read. The last one to die cancels what is queued; `submit` does the same if it finds no lane
-  alive. Both may do so at once. `drain` starts new lanes in place of dead ones.
+  alive. Both may do so at once. A lane that dies at its desk says so before it leaves it. `drain`
+  waits until such a thread has ended, because it counts as alive until then, and starts new lanes
+  in place of dead ones.
 """
 
 from __future__ import annotations
@@ -171,6 +174,7 @@ class Lanes:
         self._reads = [0] * count
         self.records: list[ReadRecord] | None = None  # of reads that have ended, for a trace
         self._alive = 0  # lanes that serve; changed under `_ledger`
+        self._dying = [False] * count  # entry i is lane i's, while it has its desk
         self._threads: list[threading.Thread | None] = [None] * count
         try:
             self._start()
@@ -272,6 +276,9 @@ class Lanes:
         for desk in self._desks:
             with desk:
                 pass
+        for dying, thread in zip(self._dying, self._threads, strict=False):
+            if dying and thread:
+                thread.join()
         if not all(thread and thread.is_alive() for thread in self._threads):
             self._start()
 
@@ -296,6 +303,7 @@ class Lanes:
                 continue
             name = f"lane-{lane}"
             thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
+            self._dying[lane] = False  # before the thread that is not to be joined stands there
             self._threads[lane] = thread
             with self._ledger:
                 self._alive += 1
@@ -311,8 +319,7 @@ class Lanes:
         try:
             while self._wake.get():
                 with desk:
-                    while read := self._next(lane):
-                        self._run(lane, read)
+                    self._work(lane)
             self._wake.put(False)
         except BaseException:
             self._pressed[lane] = False
@@ -323,6 +330,15 @@ class Lanes:
                 self._alive -= 1
             if not self._alive:
                 self.cancel()
+
+    def _work(self, lane: int) -> None:
+        """Runs reads until there are none."""
+        try:
+            while read := self._next(lane):
+                self._run(lane, read)
+        except BaseException:
+            self._dying[lane] = True
+            raise
 
     def _next(self, lane: int) -> Read | None:
         for queue in self._queues.values():
