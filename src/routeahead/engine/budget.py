@@ -5,18 +5,21 @@ much is free, and the cache gives way and grows again.
 
 The hand-over between threads: the watcher publishes `_published`, one number, computed from what is
 free and from how much memory the models hold for experts at that moment (a few numbers each, which
-their evaluation threads write). The evaluation thread takes it at the beginning of a batch, and it
-alone changes the cache. Neither waits for the other. A model that nobody uses therefore keeps what
-its cache holds.
+their evaluation threads write). The evaluation thread takes it at the beginning of a batch and
+resizes the cache. If no batch has begun or ended since the watcher looked before, the model may
+rest for long: then the watcher borrows the cache (`engine.ownership`) and makes it smaller itself.
+All else here, `_published` excepted, is changed by who has the cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
 
+from routeahead.engine.ownership import Ownership
 from routeahead.errors import SettingsError, no_thread
 from routeahead.experts.cache import ExpertCache
 from routeahead.experts.layout import MIB
@@ -55,6 +58,8 @@ class CacheBudget:
         beside: int,
         held: Callable[[], int],
         short: Callable[[], None],
+        resize: Callable[[int], None],
+        ownership: Ownership,
     ) -> None:
         """
         Measures what is free.
@@ -68,11 +73,15 @@ class CacheBudget:
             beside: of what stands beside the cache now and then.
             held: returns bytes of the memory that cache and `beside` have taken; on any thread.
             short: called on the watcher's thread if there is less room than the cache was told.
+            resize: gives the cache another size; called by who has the cache.
+            ownership: of the cache.
 
         Raises:
             SettingsError: not even one token's experts have room.
         """
         self._cache, self._beside, self._held, self._short = cache, beside, held, short
+        self._resize, self._ownership = resize, ownership
+        self._moves = -1  # of the ownership, when the watcher looked last
         self._headroom = HEADROOM if size is None else FIXED_HEADROOM
         self._wanted = whole if size is None else size
         self._floor = min(floor, self._wanted)
@@ -111,8 +120,14 @@ class CacheBudget:
             self._watcher = None
             raise no_thread("watching memory") from None
 
+    def adjust(self) -> None:
+        """Gives the cache the size that memory has room for."""
+        size = self.take()
+        if size is not None:
+            self._resize(size)
+
     def take(self) -> int | None:
-        """The new size of the cache; None if it stays. Called between two batches."""
+        """The new size of the cache; None if it stays."""
         published, step = self._published, self._wanted // _STEP
         if published < self.now:
             size = self._clamp(published - step)
@@ -134,12 +149,20 @@ class CacheBudget:
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_S):
-            room = self._share()
-            if pressure() > _PRESSURE:
-                room = min(room, self._cache.used - self._wanted // _STEP)
-            self._published = self._clamp(room)
-            if self._published < self.now:
-                self._short()
+            self.look()
+
+    def look(self) -> None:
+        """Publishes how much there is room for, and makes the cache of a resting model smaller."""
+        room = self._share()
+        if pressure() > _PRESSURE:
+            room = min(room, self._cache.used - self._wanted // _STEP)
+        self._published = self._clamp(room)
+        moves, self._moves = self._moves, self._ownership.moves
+        if self._published < self.now:
+            self._short()
+            if moves == self._moves:
+                with contextlib.suppress(SettingsError):  # no new lane: the next batch says it
+                    self._ownership.borrow(self.adjust)
 
     def _share(self) -> int:
         """This model's part of what caches may hold: what is free, and what they hold already.

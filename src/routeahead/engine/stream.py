@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from routeahead.engine.ownership import Ownership
 from routeahead.engine.policies import Policies
 from routeahead.engine.window import Window
 from routeahead.errors import Stopped, StreamError
@@ -42,6 +43,7 @@ class Stream:
         graph: EvalCallback,
         policies: Policies,
         window: Window,
+        ownership: Ownership,
         hidden: RouterInput | None = None,
         log: RouteLog | None = None,
     ) -> None:
@@ -52,12 +54,14 @@ class Stream:
             tensors: address of an expert tensor's struct → where it lies in the file.
             graph: whose stops these are.
             window: reads ahead for prompts.
+            ownership: of the cache, which is taken from `begin` to `end`.
             hidden: where hidden vectors are read; None if no policy wants them.
             log: is told of each routing.
         """
         self.source = source
         self._tensors, self._n_expert = tensors, n_expert
         self._overlap, self._graph, self._window = overlap, graph, window
+        self._ownership = ownership
         self.policies, self._hidden, self._log = policies, hidden, log
         self._watched = bool(policies) or log is not None
         self._load: Load | None = None
@@ -81,6 +85,7 @@ class Stream:
             self.end()
             if self._log:
                 self._log.end_of_batch()
+        self._ownership.take()
         self.phase, self._open = phase, True
         self.source.begin()
         self._position.begin(position)
@@ -111,6 +116,7 @@ class Stream:
             policy.end()
         if self.policies:
             self.source.release()
+        self._ownership.give()
 
     def before_attention(self, layer: int, hidden: Floats) -> None:
         start, stalled = time.perf_counter(), self.source.stall_s
@@ -252,11 +258,13 @@ class Stream:
 
     def recover(self) -> None:
         """Forgets everything that a void graph left behind."""
+        self._ownership.take()
         self._load = self._routing = None
         self._held = self._open = False
         self.unwanted = None
         self.policies.recover()
         self.source.recover()
+        self._ownership.give()
 
     def _learn(self, projection: str) -> None:
         """The graph is ordered by dependency, not as its source reads: observe, do not assume."""

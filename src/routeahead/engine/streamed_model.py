@@ -20,6 +20,7 @@ from routeahead.engine.budget import FIXED_HEADROOM, CacheBudget
 from routeahead.engine.checksums import Checksums, Verified, read_checksums, verify_dense
 from routeahead.engine.fingerprint import fingerprint
 from routeahead.engine.offload import Offload
+from routeahead.engine.ownership import Ownership
 from routeahead.engine.policies import Policies, make_policies
 from routeahead.engine.profile import read_uses, write_uses
 from routeahead.engine.stream import Stream
@@ -102,6 +103,7 @@ class StreamedModel:
             gates = read_gates(settings.route_ahead_gates, fingerprint(layout.loaded()))
             self._gates = check_depth(gates, settings.route_ahead, settings.route_ahead_gates)
         self._poison = hooks.poison
+        self.ownership = Ownership()
         self.arena = Arena(layout.shards, poison=hooks.poison)
         places = {t.name: self.arena.address(t.shard, t.offset) for t in layout.tensors}
         self._offload = offload
@@ -207,6 +209,7 @@ class StreamedModel:
             graph=self.callback,
             policies=policies,
             window=window,
+            ownership=self.ownership,
             hidden=hidden,
             log=self.recorder.routes,
         )
@@ -289,13 +292,14 @@ class StreamedModel:
             + (layout.layer_bytes() + early if size == "auto" else 0),
             held=lambda: source.held + window.buffer(window.most),
             short=source.lanes.pause,
+            resize=source.resize,
+            ownership=self.ownership,
         )
 
     def adjust(self) -> None:
-        """Before a batch: gives the cache the size that memory has room for."""
-        size = self.budget.take()
-        if size is not None:
-            self.stream.source.resize(size)
+        """Before a batch: takes the cache, and gives it the size that memory has room for."""
+        self.ownership.take()
+        self.budget.adjust()
 
     def close(self) -> None:
         """Stops the lanes and gives all memory back. llama.cpp must have freed the model."""
@@ -306,6 +310,7 @@ class StreamedModel:
     def forked(self) -> None:
         """In a child process, after a fork: lanes, traces and workers are the parent's."""
         self._finalizer.detach()
+        self.ownership.forked()
         if "stream" in vars(self):
             self.stream.source.lanes.forked()
 

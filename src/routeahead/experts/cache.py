@@ -59,7 +59,7 @@ class ExpertCache:
     experts to later ones. They, and what was resident already, are protected until the batch after
     their layer's. They count as misses when they are admitted, and not as hits when they are used.
 
-    Owned by the evaluation thread; no other thread may touch it.
+    Owned by who has the cache (`engine.ownership`); no other thread may touch it.
 
     Attributes:
         budget: bytes, without that excess and without what was admitted early. Setting it divides

@@ -32,7 +32,8 @@ from routeahead.types import CachePolicy, Ids
 class ExpertSource:
     """Provides experts, within a budget of bytes.
 
-    Everything here belongs to the evaluation thread; lanes see only the `Read`s.
+    Everything here belongs to who has the cache (`engine.ownership`): the evaluation thread, or
+    between two batches a thread that borrows it. Lanes see only the `Read`s.
 
     Attributes:
         stall_s: seconds the evaluation thread waited for bytes.
@@ -85,7 +86,8 @@ class ExpertSource:
     def resize(self, budget: int) -> None:
         """Changes the cache's budget between two batches; what no longer fits is given back."""
         if self._laid_out <= 0 or self.settled is not None:
-            self.cache.budget = budget  # the next batch lays the slots out anew, empty
+            self.cache.budget = budget
+            self.recover()  # lays the slots out anew, empty
             return
         if self.filling:
             self.filling.stop()
