@@ -24,8 +24,8 @@ from support.readers import Delayed, Unruly, disk_error, interrupt
 from support.router_reference import Forced, Routers
 
 from routeahead import Llama, ReadError
-from routeahead.experts.lanes import Read
 from routeahead.experts.reader import Reader
+from routeahead.experts.reads import Read
 from routeahead.policies.prefetch import PredictedPrefetch
 from routeahead.policies.probe import Probe
 from routeahead.policies.substitute import Substitute

@@ -13,8 +13,9 @@ from types import FrameType
 import pytest
 
 from routeahead.errors import ReadError, SettingsError
-from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
+from routeahead.experts.lanes import Lanes
 from routeahead.experts.layout import BLOCK, ExpertTensor
+from routeahead.experts.reads import Kind, Read, Ticket
 from routeahead.experts.slots import Slots
 
 
@@ -40,8 +41,8 @@ def reads(layer: int, *offsets: int, kind: Kind = "demand") -> tuple[list[Read],
     ticket = Ticket(len(offsets))
     slots = Slots([tensor])
     (pool,) = slots.share_out([[layer]])
-    slices = [Slice(slots.places[layer][0], o, pool, 0) for o in offsets]
-    return [Read(one, ticket, kind) for one in slices], ticket
+    (place,) = slots.places[layer]
+    return [Read(place, o, pool, 0, ticket, kind) for o in offsets], ticket
 
 
 def test_demand_goes_first_and_a_layer_adopts_its_own() -> None:
@@ -57,7 +58,7 @@ def test_demand_goes_first_and_a_layer_adopts_its_own() -> None:
     demand, needed = reads(4, 9)
     lanes.submit(demand)
     adopted = lanes.adopt(5)
-    assert [read.slice.expert for read in adopted] == [2, 3]
+    assert [read.expert for read in adopted] == [2, 3]
     assert lanes.adopt(5) == []
     lanes.submit(adopted)
     for _ in range(5):
@@ -67,6 +68,49 @@ def test_demand_goes_first_and_a_layer_adopts_its_own() -> None:
     assert reader.order == [1, 9, 2, 3, 4]
     # 2 and 3 began when their layer was waiting.
     assert lanes.early_bytes == 2 * BLOCK and lanes.bytes_read == 5 * BLOCK
+    lanes.close()
+
+
+def test_lanes_that_are_busy_are_not_woken() -> None:
+    """One token for each lane that has to be woken, however many submissions follow."""
+    reader = Gated()
+    lanes = Lanes(2, reader, Slots([]))
+    first, done = reads(5, 1, 2)
+    lanes.submit(first)
+    for _ in range(2):
+        reader.begun.acquire()
+    tickets = [done]
+    for number in range(3, 9):
+        more, ticket = reads(5, number, kind="committed")
+        lanes.submit(more, "committed")
+        tickets.append(ticket)
+    assert lanes._wake.qsize() == 0
+    for _ in range(8):
+        reader.allowed.release()
+    for ticket in tickets:
+        ticket.wait()
+    assert sorted(reader.order) == list(range(1, 9))
+    lanes.close()
+
+
+def test_reads_that_come_while_a_lane_falls_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queued just after it has looked and found nothing: before it says that it is asleep, and
+    after that."""
+    lanes = Lanes(1, Instant(), Slots([]))
+    (one, two, three), tickets = zip(*(reads(5, number) for number in (1, 2, 3)), strict=True)
+    coming, look = [three, two], Lanes._next
+
+    def look_and_miss(self: Lanes, lane: int) -> Read | None:
+        read = look(self, lane)
+        if read is None and coming:
+            self.submit(coming.pop())
+        return read
+
+    monkeypatch.setattr(Lanes, "_next", look_and_miss)
+    lanes.submit(one)
+    for ticket in tickets:
+        assert call_with_limit(ticket.wait), "nobody reads it"
+    assert not coming
     lanes.close()
 
 

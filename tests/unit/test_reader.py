@@ -18,9 +18,10 @@ from routeahead.errors import ModelError, ReadError, SettingsError
 from routeahead.experts import reader as reader_module
 from routeahead.experts.arena import Arena
 from routeahead.experts.dense import read_dense
-from routeahead.experts.lanes import Lanes, Read, Slice, Ticket
+from routeahead.experts.lanes import Lanes
 from routeahead.experts.layout import BLOCK, ExpertTensor, Shard, TensorInfo
 from routeahead.experts.reader import CHECK_EVERY, FileReader
+from routeahead.experts.reads import Read, Ticket
 from routeahead.experts.slots import Slots
 
 BLOCKS = 64
@@ -147,8 +148,7 @@ def test_a_count_that_does_not_fit_is_refused(shard: Shard, kind: str, count: in
     (pool,) = slots.share_out([[3]])
     lanes = Lanes(1, Lying(), slots)
     ticket = Ticket(1)
-    piece = Slice(slots.places[3][0], 0, pool, 0)
-    lanes.submit([Read(piece, ticket, kind)], kind)
+    lanes.submit([Read(slots.places[3][0], 0, pool, 0, ticket, kind)], kind)
     with pytest.raises(ReadError, match=rf"layer 3 expert 0 \(up\): .* brought {count};"):
         ticket.wait()
     lanes.close()

@@ -214,7 +214,7 @@ class Stream:
         if len(ids) != 1 or self.policies:  # a policy may have chosen an expert twice in a row
             experts = list(dict.fromkeys(experts))
         self._load = self.source.require(layer, experts, ids if len(ids) != 1 else None)
-        self._graph.use_slots(self.source.slots(layer, ids))
+        self._graph.use_slots(self.source.table.slots(layer, ids))
 
     def _provided(self) -> None:
         """The layer's reads are with the lanes: others may follow them."""
@@ -270,7 +270,7 @@ class Stream:
         """The graph is ordered by dependency, not as its source reads: observe, do not assume."""
         if projection not in self._order:
             self._order.append(projection)
-            self.source.order_projections(self._order)
+            self.source.table.order(self._order)
 
     def _account(self, start: float, stalled: float) -> None:
         stall = self.source.stall_s - stalled

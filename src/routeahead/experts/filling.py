@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterable, Sequence
 from routeahead.experts.cache import ExpertCache
 from routeahead.experts.eviction import Key
 from routeahead.experts.guesses import Guess
-from routeahead.experts.lanes import Lanes, Read
+from routeahead.experts.lanes import Lanes
 from routeahead.experts.load import Prefetch
+from routeahead.experts.reads import Kind, Read
 from routeahead.experts.uses import Uses
 
-MakeReads = Callable[[int, int], list[Read]]
-"""(layer, expert) → "idle" reads into a slot of its own, each with a ticket of its own."""
+MakeReads = Callable[[int, int, Kind], list[Read]]
+"""(layer, expert, kind) → reads into a slot of its own, each with a ticket of its own."""
 Give = Callable[[Sequence[Key]], None]
 """Frees the slots of experts that no lane is reading."""
 
@@ -99,7 +100,9 @@ class Filling:
             part = self._part[key[0]]
             if room[part] and key not in self._cache and key not in self._leaving:
                 room[part] -= 1
-                guess = self._planned[part][key] = Guess(self._make_reads(*key), self.counts)
+                guess = self._planned[part][key] = Guess(
+                    self._make_reads(*key, "idle"), self.counts
+                )
                 reads += guess.reads
                 self.counts.issued += 1
             if not any(room.values()):

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from routeahead.experts.lanes import Read, Ticket
 from routeahead.experts.load import Prefetch
+from routeahead.experts.reads import Read, Ticket
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Guesses:
     def revoke(self, reads: Iterable[Read]) -> None:
         """Notes reads that were taken back from the lanes."""
         for read in reads:
-            self._guesses[read.slice.tensor.layer, read.slice.expert].revoked.append(read)
+            self._guesses[read.layer, read.expert].revoked.append(read)
 
     def pass_by(self, layer: int) -> None:
         """Marks what is left of a layer's guesses as useless, once it has its experts."""

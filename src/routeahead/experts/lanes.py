@@ -8,9 +8,11 @@ borrowed the cache: `engine.ownership`):
 * A ticket's count is changed only under `Lanes._ledger`. The lane that takes it to zero releases
   the ticket's lock; the evaluation thread, blocked in `Ticket.wait`, then may use the bytes of all
   of the ticket's reads. Acquiring the lock orders the lanes' writes before that use.
-* Queues are `deque`s: `append` and `popleft` are atomic. Every submission is followed by wake-up
-  tokens, at most one a lane, and a lane that wakes empties the queues, so that no read is left in
-  one.
+* Queues are `deque`s: `append` and `popleft` are atomic. A lane that finds them empty declares that
+  it is *asleep*, looks once more, and waits for a token. A submission first queues its reads, then
+  hands out as many tokens as there are lanes asleep, less those that wait to be taken: whoever is
+  not asleep, or has a token to take, is going to look. So no read is left in a queue, and lanes
+  that are busy are not woken again for every submission.
 * Five queues: *demand* (a layer waits) is served before *committed* (a later layer will certainly
   use it), that before *ahead* (a later layer of a prompt, whose rows together use nearly all
   experts), and that before *speculative* (a guess). The evaluation thread alone adds to them, and
@@ -34,121 +36,18 @@ borrowed the cache: `engine.ownership`):
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import Literal, NamedTuple
 
 from routeahead.errors import ReadError, no_thread
 from routeahead.experts.arena import Pages
-from routeahead.experts.layout import ExpertTensor
 from routeahead.experts.reader import Reader, read_whole
-from routeahead.experts.slots import Place, Pool, Slots
-
-Kind = Literal["demand", "committed", "ahead", "speculative", "idle"]
-GUESSED: tuple[Kind, Kind] = ("ahead", "speculative")
-
-
-class Ticket:
-    """Counts down a group of reads; one thread waits for it.
-
-    Attributes:
-        error: the first exception among the reads, or None.
-    """
-
-    __slots__ = ("_settled", "error", "remaining")
-
-    def __init__(self, count: int) -> None:
-        self.remaining = count
-        self.error: BaseException | None = None
-        self._settled = _thread.allocate_lock()
-        self._settled.acquire()
-
-    @property
-    def done(self) -> bool:
-        return self.remaining == 0
-
-    def wait(self) -> None:
-        """Blocks until every read has settled.
-
-        Raises:
-            ReadError: one of them failed; none of the ticket's bytes may be used.
-        """
-        with self._settled:
-            pass
-        if self.error:
-            raise self.error
-
-    def settle(self, error: BaseException | None) -> None:
-        """Counts one read as ended; the caller holds `Lanes._ledger`."""
-        self.error = self.error or error
-        self.remaining -= 1
-        if self.remaining == 0:
-            self._settled.release()
-
-
-class Slice(NamedTuple):
-    """One expert's part of one projection, and the slot that it is read into."""
-
-    place: Place
-    expert: int
-    pool: Pool
-    slot: int
-
-    @property
-    def tensor(self) -> ExpertTensor:
-        return self.place.tensor
-
-
-class Read:
-    """One slice on its way into its slot.
-
-    Attributes:
-        ticket: who waits for it.
-        kind: "demand" if a layer waits for it, "committed" if a later layer will certainly use it,
-            "ahead" if one of a prompt's is expected to, "speculative" if one may, "idle" if nobody
-            asked.
-        adopted: its layer has come before any lane, so that it is early no more.
-        settled: it has ended; a lane sets it.
-    """
-
-    __slots__ = ("_unclaimed", "adopted", "kind", "settled", "slice", "ticket")
-
-    def __init__(self, slice_: Slice, ticket: Ticket, kind: Kind) -> None:
-        self.slice, self.ticket, self.kind = slice_, ticket, kind
-        self.adopted = self.settled = False
-        self._unclaimed = [None] if kind == "idle" else []
-
-    def claim(self) -> bool:
-        """Whether an idle read is the caller's from now on: it is for the first one who asks."""
-        try:
-            self._unclaimed.pop()  # atomic
-        except IndexError:
-            return False
-        return True
-
-    def __str__(self) -> str:
-        tensor = self.slice.tensor
-        return f"layer {tensor.layer} expert {self.slice.expert} ({tensor.projection})"
-
-
-class ReadRecord(NamedTuple):
-    """A read as a trace records it. Times are from `time.perf_counter`."""
-
-    begin: float
-    end: float
-    lane: int
-    kind: Kind
-    layer: int
-    expert: int
-    projection: str
-    shard: int
-    offset: int
-    nbytes: int
+from routeahead.experts.reads import GUESSED, Kind, Read, ReadRecord
+from routeahead.experts.slots import Slots
 
 
 class Lanes:
@@ -162,6 +61,7 @@ class Lanes:
         self._idle: deque[Read] = deque()
         self._idle_lane = [None]  # taken out by the lane that serves it
         self._pressed = [False] * count  # in a read of another kind; entry i is lane i's
+        self._asleep = [True] * count  # a lane has to be woken; the same
         self.paused = False  # no idle read begins
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._ledger = threading.Lock()
@@ -219,7 +119,7 @@ class Lanes:
     def submit(self, reads: Sequence[Read], kind: Kind = "demand") -> None:
         """Queues reads as `kind`, which may be more urgent than what they were made as."""
         (self._idle if kind == "idle" else self._queues[kind]).extend(reads)
-        for _ in range(min(len(reads), len(self._threads))):
+        for _ in range(min(len(reads), sum(self._asleep) - self._wake.qsize())):
             self._wake.put(True)
         if not self._alive:
             self.cancel()
@@ -233,7 +133,7 @@ class Lanes:
         adopted: list[Read] = []
         queue = self._queues["committed"]
         while read := _pop(queue):
-            if read.slice.tensor.layer != layer:
+            if read.layer != layer:
                 queue.appendleft(read)
                 break
             read.adopted = True
@@ -293,7 +193,7 @@ class Lanes:
     def forked(self) -> None:
         """In a child process, after a fork: the threads exist in the parent alone, and locks that
         they held there would stay locked here."""
-        self._threads, self._desks, self._alive = [], [], 0
+        self._threads, self._desks, self._asleep, self._alive = [], [], [], 0
         self._ledger = threading.Lock()
 
     def _start(self) -> None:
@@ -304,7 +204,7 @@ class Lanes:
             name = f"lane-{lane}"
             thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
             self._dying[lane] = False  # before the thread that is not to be joined stands there
-            self._threads[lane] = thread
+            self._threads[lane], self._asleep[lane] = thread, True
             with self._ledger:
                 self._alive += 1
             try:
@@ -318,6 +218,7 @@ class Lanes:
         desk = self._desks[lane]
         try:
             while self._wake.get():
+                self._asleep[lane] = False
                 with desk:
                     self._work(lane)
             self._wake.put(False)
@@ -326,6 +227,7 @@ class Lanes:
             self._wake.put(True)  # what woke this lane is another one's now
             raise
         finally:
+            self._asleep[lane] = False
             with self._ledger:
                 self._alive -= 1
             if not self._alive:
@@ -334,11 +236,18 @@ class Lanes:
     def _work(self, lane: int) -> None:
         """Runs reads until there are none."""
         try:
-            while read := self._next(lane):
+            while read := self._next(lane) or self._last_look(lane):
                 self._run(lane, read)
         except BaseException:
             self._dying[lane] = True
             raise
+
+    def _last_look(self, lane: int) -> Read | None:
+        """The lane found nothing: what has come in meanwhile has not woken it."""
+        self._asleep[lane] = True
+        read = self._next(lane)
+        self._asleep[lane] = read is None
+        return read
 
     def _next(self, lane: int) -> Read | None:
         for queue in self._queues.values():
@@ -374,10 +283,10 @@ class Lanes:
     def _read(self, lane: int, read: Read) -> BaseException | None:
         """Reads, counts, and returns what went wrong."""
         error: BaseException | None = None
-        place, expert, pool, slot = read.slice
+        place, expert = read.place, read.expert
         tensor, offset, got, start = place.tensor, 0, 0, time.perf_counter()
         try:
-            offset, view, need, shift = pool.target(place, expert, slot)
+            offset, view, need, shift = read.pool.target(place, expert, read.slot)
             self._slots.provide(view)
             got = read_whole(self._reader, tensor.shard, offset, view, need)
             if shift:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-from routeahead.experts.lanes import Read, Ticket
+from routeahead.experts.reads import Read, Ticket
+
+_REMAINING, _ERROR = attrgetter("remaining"), attrgetter("error")
 
 
 @dataclass
@@ -14,7 +17,8 @@ class Load:
 
     Attributes:
         experts: what is being read.
-        tickets: projection → its reads; a projection that is absent has nothing to wait for.
+        tickets: projection → its reads; a projection that is absent has nothing to wait for, or has
+            been waited for.
         adopted: reads of the layer that were begun before it asked.
         reads: those of a load that was begun early.
     """
@@ -26,14 +30,12 @@ class Load:
     reads: Sequence[Read] = ()
 
     def done(self) -> bool:
-        return all(ticket.done for ticket in self.tickets.values()) and all(
-            load.done() for load in self.adopted
-        )
+        left = any(map(_REMAINING, self.tickets.values()))
+        return not left and all(map(Load.done, self.adopted))
 
     def failed(self) -> bool:
-        return any(ticket.error for ticket in self.tickets.values()) or any(
-            load.failed() for load in self.adopted
-        )
+        failed = any(map(_ERROR, self.tickets.values()))
+        return failed or any(map(Load.failed, self.adopted))
 
     def wait(self, projection: str | None) -> None:
         """Blocks until the reads of `projection` (None: of all) have settled.
@@ -43,9 +45,11 @@ class Load:
         """
         for load in self.adopted:
             load.wait(projection)
-        for name, ticket in self.tickets.items():
-            if projection in (None, name):
+        for name in list(self.tickets) if projection is None else (projection,):
+            ticket = self.tickets.get(name)
+            if ticket is not None:
                 ticket.wait()
+                del self.tickets[name]
 
 
 @dataclass

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.experts.layout import ModelLayout
+from routeahead.experts.load import Load
+from routeahead.experts.reads import Kind, Read, Ticket
 from routeahead.experts.slots import Place, Pool, Slots
 from routeahead.types import Ids
 
@@ -26,11 +28,13 @@ class LayerSlots:
     Attributes:
         places: its tensors, in the order in which they are read.
         slots: of each expert; -1 if it has none.
+        cells: the same memory, which is quicker than NumPy for one expert.
     """
 
     places: list[Place]
     pool: Pool
     slots: Ids
+    cells: memoryview
 
 
 class SlotTable:
@@ -78,7 +82,7 @@ class SlotTable:
                 if self.settled is not None:
                     self.settled[layer, : experts[layer]] = False
                 slots = np.full(experts[layer], -1, np.int32)
-                self.layers[layer] = LayerSlots(places, pool, slots)
+                self.layers[layer] = LayerSlots(places, pool, slots, slots.data)
             self._bind_slots(pool, 0)
 
     def order(self, projections: Sequence[str]) -> None:
@@ -97,19 +101,47 @@ class SlotTable:
     def slot(self, layer: int, expert: int) -> int:
         """Where an expert is to be read into. One that was guessed has a slot already."""
         of = self.layers[layer]
-        slot = int(of.slots[expert])
+        slot: int = of.cells[expert]
         if slot < 0:
-            slot = expert if self.settled is not None else self._take(layer, of.pool)
-            of.slots[expert] = slot
+            if self.settled is not None:
+                slot = expert
+            else:
+                before, slot = of.pool.count, of.pool.take()
+                if of.pool.count > before:
+                    self._grew(layer, of.pool)
+            of.cells[expert] = slot
         return slot
+
+    def slots(self, layer: int, experts: Ids) -> Ids:
+        """The slots of experts that have one."""
+        found: Ids = self.layers[layer].slots[experts]
+        return found
+
+    def load(self, layer: int, experts: Sequence[int], kind: Kind) -> tuple[Load, list[Read]]:
+        """All of some experts: reads of one projection after the other, each with a ticket."""
+        load, reads = Load(layer, experts), list[Read]()
+        if not experts:
+            return load, reads
+        of = self.layers[layer]
+        slots = [(expert, self.slot(layer, expert)) for expert in experts]
+        for place in of.places:
+            ticket = load.tickets[place.tensor.projection] = Ticket(len(experts))
+            reads += [Read(place, e, of.pool, slot, ticket, kind) for e, slot in slots]
+        return load, reads
+
+    def reads(self, layer: int, expert: int, kind: Kind) -> list[Read]:
+        """All of an expert, each read with a ticket of its own."""
+        of, slot = self.layers[layer], self.slot(layer, expert)
+        return [Read(place, expert, of.pool, slot, Ticket(1), kind) for place in of.places]
 
     def give(self, victims: Sequence[tuple[int, int]]) -> None:
         """Frees the slots of (layer, expert) keys, of which no read may be in flight."""
         for layer, expert in victims:
             of = self.layers[layer]
-            slot = int(of.slots[expert])
-            of.slots[expert] = -1
-            self._slots.forbid(of.pool.pages(slot))
+            slot: int = of.cells[expert]
+            of.cells[expert] = -1
+            if self._slots.poison:
+                self._slots.forbid(of.pool.pages(slot))
             if self.settled is None:
                 of.pool.give(slot)
 
@@ -127,13 +159,10 @@ class SlotTable:
         self.layers.clear()
         self.pools.clear()
 
-    def _take(self, layer: int, pool: Pool) -> int:
-        before, slot = pool.count, pool.take()
-        if pool.count > before:
-            self._make_room(pool)
-            if pool.count > self.bound[layer]:
-                self._bind_slots(pool, pool.count + _BOUND_STEP)
-        return slot
+    def _grew(self, layer: int, pool: Pool) -> None:
+        self._make_room(pool)
+        if pool.count > self.bound[layer]:
+            self._bind_slots(pool, pool.count + _BOUND_STEP)
 
     def _make_room(self, pool: Pool) -> None:
         """If a prompt makes a pool grow beyond its part of the cache, the others give back what

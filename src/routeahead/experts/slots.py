@@ -122,12 +122,12 @@ class Slots:
     Attributes:
         places: layer → its tensors' places in a slot.
         range: the addresses. A tensor whose data lie in there is read by slot.
+        poison: a slot cannot be accessed before `provide` or after `forbid`, so that a missing wait
+            is a crash and not a wrong token (for tests).
     """
 
     def __init__(self, tensors: Sequence[ExpertTensor], *, poison: bool = False) -> None:
-        """With `poison`, a slot cannot be accessed before `provide` or after `forbid`, so that a
-        missing wait is a crash and not a wrong token (for tests)."""
-        self._poison = poison
+        self.poison = poison
         by_layer: dict[int, list[ExpertTensor]] = {}
         for tensor in tensors:
             by_layer.setdefault(tensor.layer, []).append(tensor)
@@ -156,7 +156,7 @@ class Slots:
 
     def clear(self) -> None:
         """Forgets the bytes of all slots, whatever state a fault left. No read may be in flight."""
-        if self._poison:
+        if self.poison:
             protect(self.range, accessible=False)
         release(self.range)
 
@@ -166,17 +166,16 @@ class Slots:
 
     def provide(self, blocks: memoryview) -> None:
         """The blocks are about to be read. Called by lanes."""
-        if self._poison:
+        if self.poison:
             protect(Pages.of(blocks), accessible=True)
 
     def forbid(self, slot: Pages) -> None:
-        """The expert in a slot was evicted."""
-        if self._poison:
-            protect(slot, accessible=False)
+        """The expert in a slot was evicted; only called with `poison`."""
+        protect(slot, accessible=False)
 
     def expose(self) -> None:
         """Makes everything accessible: a faulted graph may still run a product before it stops."""
-        if self._poison:
+        if self.poison:
             protect(self.range, accessible=True)
 
     def _nbytes(self, layers: Sequence[int]) -> int:

@@ -19,10 +19,11 @@ from routeahead.experts.cache import ExpertCache
 from routeahead.experts.eviction import eviction
 from routeahead.experts.filling import Filling
 from routeahead.experts.guesses import Guess, Guesses
-from routeahead.experts.lanes import Kind, Lanes, Read, Slice, Ticket
+from routeahead.experts.lanes import Lanes
 from routeahead.experts.layout import ModelLayout
 from routeahead.experts.load import Load, Prefetch
 from routeahead.experts.reader import Reader
+from routeahead.experts.reads import Kind, Read
 from routeahead.experts.slot_table import Bind, SlotTable
 from routeahead.experts.slots import Slots
 from routeahead.experts.uses import Uses
@@ -72,7 +73,7 @@ class ExpertSource:
     def fill(self, uses: Uses) -> None:
         """From now on, idle lanes read into the cache while it has room, the most used first."""
         self.filling = Filling(
-            self.cache, self.lanes, uses, make_reads=self._idle_reads, give=self.table.give
+            self.cache, self.lanes, uses, make_reads=self.table.reads, give=self.table.give
         )
         self.begin()
 
@@ -125,15 +126,6 @@ class ExpertSource:
         address, nbytes = self._slots.range
         return (0, 0) if self.settled is not None else (address, address + nbytes)
 
-    def slots(self, layer: int, experts: Ids) -> Ids:
-        """The slots of experts that were required."""
-        found: Ids = self.table.layers[layer].slots[experts]
-        return found
-
-    def order_projections(self, order: Sequence[str]) -> None:
-        """Reads are issued in the order in which the graph computes the projections."""
-        self.table.order(order)
-
     def require(self, layer: int, experts: Sequence[int], rows: Ids | None = None) -> Load | None:
         """Starts reading those of the distinct `experts` that are not resident.
 
@@ -156,7 +148,7 @@ class ExpertSource:
             return self._take_over(layer, experts, outcome.misses, early, begun)
         if not outcome.misses:
             return None
-        load, reads = self._prepare(layer, outcome.misses)
+        load, reads = self.table.load(layer, outcome.misses, "demand")
         self.lanes.submit(reads)
         return load
 
@@ -180,7 +172,7 @@ class ExpertSource:
         misses = [expert for expert in misses if expert not in begun]
         if not misses and not adopted:
             return None
-        load, more = self._prepare(layer, misses)
+        load, more = self.table.load(layer, misses, "demand")
         load.adopted = adopted
         self._submit_in_order(reads + more)
         return load
@@ -214,7 +206,7 @@ class ExpertSource:
                 self._abandon(layer)
             begun = self.filling.asked(layer, (), misses) if self.filling else {}
             absent = [expert for expert in misses if expert not in begun]
-            early, reads = self._prepare(layer, absent, "committed")
+            early, reads = self.table.load(layer, absent, "committed")
             early.reads = tuple(reads)
             reads += self._join(layer, begun, early.adopted, "committed")
             self._early[layer] = early
@@ -269,15 +261,6 @@ class ExpertSource:
         self.stall_s += time.perf_counter() - start
         self.table.give(self._guesses.sweep())
 
-    def _idle_reads(self, layer: int, expert: int) -> list[Read]:
-        return self._reads(layer, expert, "idle")
-
-    def _reads(self, layer: int, expert: int, kind: Kind) -> list[Read]:
-        """All of an expert, each read with a ticket of its own."""
-        of, slot = self.table.layers[layer], self.table.slot(layer, expert)
-        slices = [Slice(place, expert, of.pool, slot) for place in of.places]
-        return [Read(one, Ticket(1), kind) for one in slices]
-
     def _guess(self, layer: int, absent: Sequence[int], kind: Kind, counts: Prefetch) -> None:
         reads: list[Read] = []
         if self.filling:
@@ -292,7 +275,7 @@ class ExpertSource:
                     read.kind = kind
                     reads.append(read)
                 continue
-            made = self._reads(layer, expert, kind)
+            made = self.table.reads(layer, expert, kind)
             self._guesses.add(layer, expert, Guess(made, counts, ahead=kind == "ahead"))
             counts.issued += 1
             reads += made
@@ -333,7 +316,7 @@ class ExpertSource:
         for guess in begun.values():
             if guess.landed:
                 continue
-            tickets = {read.slice.tensor.projection: read.ticket for read in guess.reads}
+            tickets = {read.place.tensor.projection: read.ticket for read in guess.reads}
             adopted.append(Load(layer, (), tickets))
             for read in guess.take_revoked():
                 read.kind = kind  # it begins because the layer needs it
@@ -343,24 +326,28 @@ class ExpertSource:
     def _adopt(self, early: Load, experts: Sequence[int], adopted: list[Load]) -> list[Read]:
         """The layer has come to what was read for it as certain; returns what no lane has begun."""
         self.prefetch.useful += len(set(early.experts).intersection(experts))
-        done = early.done()
-        queued = [] if done else self.lanes.adopt(early.layer)
+        if early.done():
+            self.prefetch.completed += len(early.experts)
+            self.prefetch.landed += len(early.experts)
+            if early.failed():
+                adopted.append(early)
+            return []
+        adopted.append(early)
+        queued = self.lanes.adopt(early.layer)
         self._count_begun(early, queued)
-        if not done or early.failed():
-            adopted.append(early)
         return queued
 
     def _count_begun(self, early: Load, queued: Sequence[Read]) -> None:
         """How far early reads have come when their layer asks; no lane has begun those `queued`."""
-        waiting = Counter(read.slice.expert for read in queued)
-        landing = {read.slice.expert for read in early.reads if not read.settled}
+        waiting = Counter(read.expert for read in queued)
+        landing = {read.expert for read in early.reads if not read.settled}
         each = len(early.tickets)
         self.prefetch.completed += sum(waiting[expert] < each for expert in early.experts)
         self.prefetch.landed += len(early.experts) - len(landing)
 
     def _submit_in_order(self, reads: list[Read]) -> None:
         """A layer waits for these: first what it computes with first."""
-        reads.sort(key=lambda read: self.table.rank(read.slice.tensor.projection))
+        reads.sort(key=lambda read: self.table.rank(read.place.tensor.projection))
         self.lanes.submit(reads)
 
     def _most_slots(self) -> int:
@@ -369,19 +356,6 @@ class ExpertSource:
         not given back to be taken again."""
         beside = self._token_bytes if self.prefetch.issued else 0
         return self.cache.budget + self._layer_bytes + self.window + beside
-
-    def _prepare(
-        self, layer: int, experts: Sequence[int], kind: Kind = "demand"
-    ) -> tuple[Load, list[Read]]:
-        load, reads = Load(layer, experts), list[Read]()
-        if not experts:
-            return load, reads
-        of = self.table.layers[layer]
-        slots = [(expert, self.table.slot(layer, expert)) for expert in experts]
-        for place in of.places:
-            ticket = load.tickets[place.tensor.projection] = Ticket(len(experts))
-            reads += [Read(Slice(place, e, of.pool, slot), ticket, kind) for e, slot in slots]
-        return load, reads
 
     def wait(self, load: Load, projection: str | None = None) -> None:
         """Blocks until the bytes of `projection` (None: of all) have arrived.

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.errors import ModelError
-from routeahead.experts.lanes import ReadRecord
+from routeahead.experts.reads import ReadRecord
 from routeahead.telemetry.table import open_table, read_table
 from routeahead.types import Phase
 
