@@ -114,10 +114,10 @@ def one_budget(trace: RouteTrace, budget: int, policy: CachePolicy) -> list[int]
     entries, used = eviction(policy, n_expert)(trace.expert_bytes), 0
     misses = []
     for batch in trace.batches:
-        absent = entries.use(batch.layer, batch.experts, batch.rows)
+        room = budget - used
+        absent, gone = entries.use(batch.layer, batch.experts, batch.rows, room)
         misses.append(len(absent))
         used += trace.expert_bytes[batch.layer] * len(absent)
-        gone = entries.evict(used - budget, {}, keep=True)
         used -= sum(trace.expert_bytes[layer] for layer, _ in gone)
     return misses
 
@@ -192,7 +192,7 @@ def test_counts_of_successors_are_halved_before_they_overflow() -> None:
     entries: Any = eviction("decay", 3)({0: 1})
     for follower, times in ((1, 70_000), (2, 3_000)):
         rows = np.array([[0], [follower]] * times, np.int32)
-        entries.use(0, [0, follower], rows)
+        entries.use(0, [0, follower], rows, 2)
     _, before, now, followed = entries._successors[0, 0].tolist()
     assert followed == before + now <= 4096
     assert now > before > 0

@@ -72,7 +72,7 @@ class ExpertCache:
     ) -> None:
         self.hits = self.misses = self.evictions = self.rereads = 0
         self._bytes, self._make_eviction = bytes_by_layer, make_eviction
-        self._read_before: set[Key] = set()
+        self._read_before: dict[int, set[int]] = {layer: set() for layer in bytes_by_layer}
         self._batch_layer = -1  # the layer that computes now
         self._early: dict[int, dict[int, bool]] = {}  # layer → expert → whether it was absent
         self._parts: dict[int, _Part] = {}  # by layer
@@ -125,7 +125,7 @@ class ExpertCache:
         self._budget, self._batch_layer = budget, -1
         for part in parts:
             part.budget = budget * part.budget // old if old else budget // len(parts)
-            self._evict(part, victims, keep=False)
+            self._evict(part, victims)
         return victims
 
     def would_hit(self, layer: int, expert: int) -> bool:
@@ -154,23 +154,27 @@ class ExpertCache:
         Args:
             rows: int32 (rows, top-k), the experts of each row of the batch; None if it has one row.
         """
-        outcome, part = Outcome(), self._parts[layer]
-        previous = self._parts.get(self._batch_layer, part)
-        self._early.pop(self._batch_layer, None)
-        self._batch_layer = -1
+        part, victims = self._parts[layer], list[Key]()
+        last, self._batch_layer = self._batch_layer, -1
+        previous = self._parts.get(last, part)
+        if last in self._early:
+            self._let_go(last)
         if previous is not part:
-            self._evict(previous, outcome.victims, keep=False)
-        self._evict(part, outcome.victims, keep=False)
-        early = self._early.get(layer)
+            self._evict(previous, victims)
+        self._evict(part, victims)
+        early, counted = self._early.get(layer), 0
         if early:
             part.beside -= self._bytes[layer] * sum(early.values())
-        outcome.misses = part.entries.use(layer, experts, rows)
-        self._read(part, layer, outcome.misses)
-        counted = sum(early.get(expert, False) for expert in experts) if early else 0
-        self.hits += len(experts) - len(outcome.misses) - counted
+            counted = len([expert for expert in experts if early.get(expert)])
+        room = part.budget + part.beside - part.used
+        misses, gone = part.entries.use(layer, experts, rows, room)
+        if misses:
+            self._read(part, layer, misses)
+        if gone:
+            self._evicted(part, gone, victims)
+        self.hits += len(experts) - len(misses) - counted
         self._batch_layer = layer
-        self._evict(part, outcome.victims, keep=True)
-        return outcome
+        return Outcome(misses, victims)
 
     def admit_early(self, layer: int, experts: Iterable[int]) -> list[int]:
         """Protects the distinct `experts` of a later `layer` and admits those that are absent.
@@ -178,11 +182,9 @@ class ExpertCache:
         Returns the latter, in the order given.
         """
         part, early = self._parts[layer], dict.fromkeys(experts, False)
-        self._early[layer] = early
-        misses = [expert for expert in early if (layer, expert) not in part.entries]
-        for expert in misses:
-            early[expert] = True
-            part.entries.admit(layer, expert)
+        misses = part.entries.admit(layer, list(early))
+        early.update(dict.fromkeys(misses, True))
+        self._keep(layer, early)
         self._read(part, layer, misses)
         part.beside += self._bytes[layer] * len(misses)
         return misses
@@ -198,7 +200,7 @@ class ExpertCache:
         part = self._parts[layer]
         if not self.room(layer) or (layer, expert) in part.entries:
             return False
-        part.entries.admit(layer, expert, needed=False)
+        part.entries.admit(layer, [expert], needed=False)
         part.used += self._bytes[layer]
         return True
 
@@ -206,37 +208,47 @@ class ExpertCache:
         """Keeps the cached ones of a later layer's `experts` until the batch after its own."""
         here = {expert: False for expert in experts if (layer, expert) in self}
         if here:
-            self._early[layer] = here
+            self._keep(layer, here)
+
+    def _keep(self, layer: int, early: dict[int, bool]) -> None:
+        if layer in self._early:
+            self._let_go(layer)
+        self._early[layer] = early
+        self._parts[layer].entries.hold(layer, early)
+
+    def _let_go(self, layer: int) -> None:
+        self._parts[layer].entries.let_go(layer, self._early.pop(layer))
 
     def was_read(self, layer: int, expert: int) -> None:
         """The expert was read beside the cache, and is gone: reading it again is a re-read."""
-        self.rereads += (layer, expert) in self._read_before
-        self._read_before.add((layer, expert))
+        self._count_reads(layer, [expert])
 
     def _read(self, part: _Part, layer: int, misses: Sequence[int]) -> None:
         """Counts entries that were admitted because they are about to be read."""
         part.used += self._bytes[layer] * len(misses)
         self.misses += len(misses)
-        for expert in misses:
-            key = (layer, expert)
-            if key in self._read_before:
-                self.rereads += 1
-            else:
-                self._read_before.add(key)
+        self._count_reads(layer, misses)
 
-    def _evict(self, part: _Part, victims: list[Key], *, keep: bool) -> None:
-        """Evicts until the budget holds; with `keep`, not what the latest batch uses."""
+    def _count_reads(self, layer: int, experts: Sequence[int]) -> None:
+        before = self._read_before[layer]
+        self.rereads += len(before.intersection(experts))
+        before.update(experts)
+
+    def _evict(self, part: _Part, victims: list[Key]) -> None:
+        """Evicts until the budget holds, also what the latest batch used."""
         excess = part.used - part.beside - part.budget
-        if excess <= 0:
-            return
-        gone = part.entries.evict(excess, self._early, keep=keep)
-        part.used -= sum(self._bytes[layer] for layer, _ in gone)
+        if excess > 0:
+            self._evicted(part, part.entries.evict(excess), victims)
+
+    def _evicted(self, part: _Part, gone: list[Key], victims: list[Key]) -> None:
+        part.used -= sum([self._bytes[layer] for layer, _ in gone])
         self.evictions += len(gone)
         victims += gone
 
     def release(self) -> None:
         """Ends every protection."""
-        self._early.clear()
+        for layer in list(self._early):
+            self._let_go(layer)
         for part in self._distinct():
             part.beside = 0
 

@@ -8,18 +8,23 @@ constants are those of a study on recorded routings of three models.
 
 A scan needs no special case: of prompts whose ubatches use nearly every expert, those that most
 rows use stay.
+
+A layer's batch is one call of machine code, which is given two addresses: between two layers the
+CPU's caches hold expert weights, and whatever else a call touches is fetched from memory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numba
 import numpy as np
+from numba import carray, types  # type: ignore[attr-defined]
 
-from routeahead.experts.eviction import Held, Key
+from routeahead.experts.eviction import Key
 from routeahead.types import Ids
 
 HALF_LIVES = (0.7, 5.0, 40.0)  # tokens
@@ -35,8 +40,17 @@ _FADE = tuple(2 ** (-1 / half_life) for half_life in HALF_LIVES)
 _MOST = 1 << 12  # the counts of an expert's successors are halved here: they have 16 bits
 
 _HERE, _IN_BATCH, _HELD = 1, 2, 4  # bits of a flag: what is only here may go
-_BATCH_LINE, _VISITS = 0, 1  # words of the state
 _NONE, _UNKNOWN = -1, -2
+
+# What machine code is given: the addresses of these arrays, and these numbers.
+_TABLE, _SUCCESSORS, _BEFORE, _FLAGS, _FIRST, _SIZES, _BATCH, _ROWS, _FOUND = range(9)
+(
+    _LAYERS, _WIDTH, _BATCH_LINE, _VISITS,  # of the eviction
+    _LINE, _COUNT, _ROW_COUNT, _ROW_WIDTH, _ROOM,  # of a call
+    _ABSENT, _GONE,  # what it found
+) = range(11)  # fmt: skip
+
+Call = Callable[[int, int], None]
 
 
 class Decay:
@@ -46,110 +60,174 @@ class Decay:
         layers = len(sizes)
         self._used, self._evicted = _compiled()
         self._line = {layer: line for line, layer in enumerate(sizes)}
-        self._layers, self._width, self._count = list(sizes), n_expert, 0
-        self._sizes = np.array(list(sizes.values()), np.int64)
+        self._layers, self._width, self._entries = list(sizes), n_expert, 0
         # The sums, then the priority: the token at which the next use is expected.
-        self._table = np.zeros((layers, _SUMS + 1, n_expert))
-        self._table[:, _PRIORITY] = 1 / SCORE_FLOOR
+        table = np.zeros((layers, _SUMS + 1, n_expert))
+        table[:, _PRIORITY] = 1 / SCORE_FLOOR
         # Rows that used an expert after one that used another; in the last column, after that one.
         self._successors = np.zeros((layers, n_expert, n_expert + 1), np.uint16)
-        self._before = np.full((layers, n_expert), _NONE, np.int32)  # the latest row's experts
-        self._flags = np.zeros((layers, n_expert), np.uint8)
-        self._first = np.full(layers, _NONE, np.int32)  # of each layer's entries, if known
-        self._state = np.array([_NONE, 0], np.int64)
-        self._found = np.empty(layers * n_expert, np.int32)  # what a compiled function returns
-        self._here = self._flags.data  # quicker than NumPy for one entry
-
-    def use(self, layer: int, experts: Sequence[int], rows: Ids | None) -> list[int]:
-        batch = np.array(experts, np.int32)
-        each = batch[None] if rows is None else np.array(rows, np.int32, order="C")
-        absent = self._used(
-            self._line[layer], batch, each, self._successors, self._before,
-            self._table, self._flags, self._first, self._state, self._found,
+        before = np.full((layers, n_expert), _NONE, np.int32)  # the latest row's experts
+        flags = np.zeros((layers, n_expert), np.uint8)
+        first = np.full(layers, _NONE, np.int32)  # of each layer's entries, if known
+        batch = np.empty(n_expert, np.int32)
+        found = np.empty((layers + 1) * n_expert, np.int32)  # experts absent, places gone
+        self._batch = (ctypes.c_int32 * batch.size).from_buffer(batch.data)
+        self._found = (ctypes.c_int32 * found.size).from_buffer(found.data)
+        self._arrays = (
+            table, self._successors, before, flags, first, np.array(list(sizes.values()), np.int64),
+            batch, batch, found,
         )  # fmt: skip
-        self._count += absent
-        return self._found[:absent].tolist()  # type: ignore[no-any-return]
+        self._addresses = (ctypes.c_void_p * len(self._arrays))()
+        self._addresses[:] = [array.ctypes.data for array in self._arrays]
+        self._numbers = (ctypes.c_int64 * (_GONE + 1))(layers, n_expert, _NONE)
+        self._given = ctypes.addressof(self._addresses), ctypes.addressof(self._numbers)
+        self._flags, self._first = [line.data for line in flags], first.data  # quick for one entry
 
-    def admit(self, layer: int, expert: int, *, needed: bool = True) -> None:
+    def use(
+        self, layer: int, experts: Sequence[int], rows: Ids | None, room: int
+    ) -> tuple[list[int], list[Key]]:
+        count, shape = len(experts), (1, len(experts))
+        self._batch[:count] = [*experts]
+        address = self._addresses[_BATCH]
+        if rows is not None:
+            rows = np.ascontiguousarray(rows, np.int32)
+            address, shape = rows.ctypes.data, rows.shape
+        self._addresses[_ROWS] = address
+        self._numbers[_LINE : _ROOM + 1] = [self._line[layer], count, *shape, room]
+        self._used(*self._given)
+        absent = self._numbers[_ABSENT]
+        self._entries += absent
+        return self._found[:absent], self._removed(absent)
+
+    def admit(self, layer: int, experts: Sequence[int], *, needed: bool = True) -> list[int]:
         line = self._line[layer]
-        self._flags[line, expert] |= _HERE
+        flags = self._flags[line]
+        absent = [expert for expert in experts if not flags[expert] & _HERE]
+        for expert in absent:
+            flags[expert] |= _HERE
         self._first[line] = _UNKNOWN
-        self._count += 1
+        self._entries += len(absent)
+        return absent
 
-    def evict(self, excess: int, held: Held, *, keep: bool) -> list[Key]:
-        if held:
-            self._hold(held, _HELD)
-        gone = self._evicted(
-            excess, keep, self._sizes,
-            self._table, self._flags, self._first, self._state, self._found,
-        )  # fmt: skip
-        if held:
-            self._hold(held, 0)
-        self._count -= gone
-        found = (divmod(index, self._width) for index in self._found[:gone].tolist())
-        return [(self._layers[line], expert) for line, expert in found]
+    def hold(self, layer: int, experts: Collection[int]) -> None:
+        line = self._line[layer]
+        flags = self._flags[line]
+        for expert in experts:
+            flags[expert] |= _HELD
+        self._first[line] = _UNKNOWN
 
-    def _hold(self, held: Held, flag: int) -> None:
-        for layer, experts in held.items():
-            line = self._line.get(layer)  # None: of another part
-            if line is not None and experts:
-                of = list(experts)
-                self._flags[line, of] = self._flags[line, of] & (0xFF ^ _HELD) | flag
-                self._first[line] = _UNKNOWN
+    def let_go(self, layer: int, experts: Collection[int]) -> None:
+        line = self._line[layer]
+        flags = self._flags[line]
+        for expert in experts:
+            flags[expert] &= 0xFF ^ _HELD
+        self._first[line] = _UNKNOWN
+
+    def evict(self, excess: int) -> list[Key]:
+        self._numbers[_ROOM] = -excess
+        self._evicted(*self._given)
+        return self._removed(0)
+
+    def _removed(self, start: int) -> list[Key]:
+        """Keys of what the last call removed; `_found` has them from `start` on."""
+        gone = self._numbers[_GONE]
+        if not gone:
+            return []
+        self._entries -= gone
+        places = [divmod(place, self._width) for place in self._found[start : start + gone]]
+        return [(self._layers[line], expert) for line, expert in places]
 
     def __contains__(self, key: Key) -> bool:
-        return bool(self._here[self._line[key[0]], key[1]] & _HERE)
+        return bool(self._flags[self._line[key[0]]][key[1]] & _HERE)
 
     def __len__(self) -> int:
-        return self._count
+        return self._entries
 
 
 @functools.cache
-def _compiled() -> tuple[Any, Any]:
+def _compiled() -> tuple[Call, Call]:
     """`_use` and `_evict` as machine code, which numba keeps on disk where it finds a folder."""
-    tables = "float64[:,:,::1], uint8[:,::1], int32[::1], int64[::1], int32[::1]"
-    functions = {
-        _use: "int64, int32[::1], int32[:,::1], uint16[:,:,::1], int32[:,::1]",
-        _evict: "int64, boolean, int64[::1]",
-    }
+    pointer: Any = types.CPointer
+    signature = types.void(pointer(types.voidptr), pointer(types.int64))
 
-    def compile_all(*, cached: bool) -> tuple[Any, ...]:
-        return tuple(
-            numba.njit(f"int64({own}, {tables})", cache=cached, error_model="numpy")(function)
-            for function, own in functions.items()
-        )
+    def compile_all(*, cached: bool) -> list[Any]:
+        return [
+            numba.cfunc(signature, cache=cached, error_model="numpy")(function)
+            for function in (_use, _evict)
+        ]
 
     try:
-        use, evict = compile_all(cached=True)
+        functions = compile_all(cached=True)
     except Exception:  # no folder that can be written, a full disk, a damaged file
-        use, evict = compile_all(cached=False)
+        functions = compile_all(cached=False)
+    # A call takes less time than handing the interpreter lock over, so it is kept.
+    prototype = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+    calls = [prototype(function.address) for function in functions]
+    for call, function in zip(calls, functions, strict=True):
+        call.code = function  # type: ignore[attr-defined]  # keeps it alive
+    use, evict = calls
     return use, evict
 
 
-def _use(
-    line: int, batch: Any, rows: Any, successors: Any, before: Any,
-    table: Any, flags: Any, first: Any, state: Any, absent: Any,
-) -> Any:  # fmt: skip
-    """A layer's batch: `batch` are its distinct experts, `rows` [row, slot] those of each row.
+def _use(addresses: Any, numbers: Any) -> Any:
+    """A layer's batch, and what has to go for it.
 
-    Returns how many were absent, which `absent` begins with.
+    Finds the experts that were absent, then the places (line * experts + expert) of what went.
     """
+    state = carray(numbers, (_GONE + 1,))
+    table, flags, first = _order(addresses, state)
     _end_batch(flags, first, state)
-    if rows.shape[0] == 0:  # of a prompt, the last layer may see none: no visit
-        return 0
-    state[_BATCH_LINE], first[line] = line, _UNKNOWN
-    state[_VISITS] += 1
-    _add_uses(table[line], batch, rows)
+    line, absent = state[_LINE], 0
+    found = carray(addresses[_FOUND], ((state[_LAYERS] + 1) * state[_WIDTH],), np.int32)
+    if state[_ROW_COUNT] > 0:  # of a prompt, the last layer may see none: no visit
+        state[_BATCH_LINE], first[line] = line, _UNKNOWN
+        state[_VISITS] += 1
+        batch = carray(addresses[_BATCH], (state[_COUNT],), np.int32)
+        _visit(addresses, state, table[line], batch)
+        for expert in batch:
+            if flags[line, expert] & _HERE == 0:
+                found[absent] = expert
+                absent += 1
+            flags[line, expert] |= _HERE | _IN_BATCH
+    state[_ABSENT] = absent
+    sizes = carray(addresses[_SIZES], (state[_LAYERS],), np.int64)
+    excess = absent * sizes[line] - state[_ROOM]
+    state[_GONE] = _remove(excess, sizes, table, flags, first, found[absent:])
+
+
+def _evict(addresses: Any, numbers: Any) -> Any:
+    """Removes entries until the room that is missing is there; their places are found."""
+    state = carray(numbers, (_GONE + 1,))
+    table, flags, first = _order(addresses, state)
+    _end_batch(flags, first, state)
+    found = carray(addresses[_FOUND], ((state[_LAYERS] + 1) * state[_WIDTH],), np.int32)
+    sizes = carray(addresses[_SIZES], (state[_LAYERS],), np.int64)
+    state[_GONE] = _remove(-state[_ROOM], sizes, table, flags, first, found)
+
+
+@numba.njit(error_model="numpy")
+def _order(addresses: Any, state: Any) -> Any:
+    """The arrays that say what goes first: table, flags, first."""
+    layers, width = state[_LAYERS], state[_WIDTH]
+    return (
+        carray(addresses[_TABLE], (layers, _SUMS + 1, width), np.float64),
+        carray(addresses[_FLAGS], (layers, width), np.uint8),
+        carray(addresses[_FIRST], (layers,), np.int32),
+    )
+
+
+@numba.njit(error_model="numpy")
+def _visit(addresses: Any, state: Any, table: Any, batch: Any) -> Any:
+    """What a layer's batch says of the next uses of its experts."""
+    layers, width, line = state[_LAYERS], state[_WIDTH], state[_LINE]
+    all_successors = carray(addresses[_SUCCESSORS], (layers, width, width + 1), np.uint16)
+    successors = all_successors[line]
+    before = carray(addresses[_BEFORE], (layers, width), np.int32)[line]
+    rows = carray(addresses[_ROWS], (state[_ROW_COUNT], state[_ROW_WIDTH]), np.int32)
+    _add_uses(table, batch, rows)
     for row in range(rows.shape[0]):
-        _follow(successors[line], before[line], rows[row])
-    _prioritise(table[line], successors[line], before[line], state[_VISITS] / table.shape[0])
-    count = 0
-    for expert in batch:
-        if flags[line, expert] & _HERE == 0:
-            absent[count] = expert
-            count += 1
-        flags[line, expert] |= _HERE | _IN_BATCH
-    return count
+        _follow(successors, before, rows[row])
+    _prioritise(table, successors, before, state[_VISITS] / layers)
 
 
 @numba.njit(error_model="numpy")
@@ -220,16 +298,12 @@ def _prioritise(table: Any, successors: Any, before: Any, position: Any) -> Any:
         priority[expert] = 1 / (priority[expert] + SCORE_FLOOR) + position
 
 
-def _evict(
-    excess: int, keep: bool, sizes: Any,
-    table: Any, flags: Any, first: Any, state: Any, gone: Any,
-) -> Any:  # fmt: skip
+@numba.njit(error_model="numpy")
+def _remove(excess: Any, sizes: Any, table: Any, flags: Any, first: Any, gone: Any) -> Any:
     """Removes the entries whose next use is expected last until `excess` bytes are free.
 
-    Returns how many, and writes line * experts + expert of each to `gone`.
+    Returns how many; `gone` begins with their places.
     """
-    if not keep:
-        _end_batch(flags, first, state)
     count = 0
     while excess > 0:
         line = _last_line(table, flags, first)

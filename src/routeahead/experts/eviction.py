@@ -14,36 +14,48 @@ from routeahead.types import CachePolicy, Ids
 
 Key = tuple[int, int]
 """(layer, expert)"""
-Held = Mapping[int, Collection[int]]
-"""Layer → experts that must stay."""
 
 
 class Eviction(Protocol):
     """The entries of some layers, and which of them go first."""
 
-    def use(self, layer: int, experts: Sequence[int], rows: Ids | None) -> list[int]:
-        """The layer's batch uses distinct `experts`: returns those that were absent, in order, and
-        has them from now on.
+    def use(
+        self, layer: int, experts: Sequence[int], rows: Ids | None, room: int
+    ) -> tuple[list[int], list[Key]]:
+        """The layer's batch uses distinct `experts`, which it has from now on.
+
+        Entries that are neither held nor of this batch are then removed, until what was absent has
+        `room` bytes or none of them is left.
 
         Args:
             rows: int32 (rows, top-k), what each row of the batch uses; None if it has one row.
+            room: bytes that are free before; negative if the budget is exceeded.
+
+        Returns the experts that were absent, in order, and the keys of what was removed.
         """
         ...
 
-    def admit(self, layer: int, expert: int, *, needed: bool = True) -> None:
-        """The expert, which was absent, is here before its layer has asked for it.
+    def admit(self, layer: int, experts: Sequence[int], *, needed: bool = True) -> list[int]:
+        """Distinct `experts` are here before their layer has asked for them.
 
         Args:
-            needed: its layer will certainly ask.
+            needed: it will certainly ask.
+
+        Returns those that were absent, in order.
         """
         ...
 
-    def evict(self, excess: int, held: Held, *, keep: bool) -> list[Key]:
-        """Removes entries until `excess` bytes are free or none is left that may go; returns them.
+    def hold(self, layer: int, experts: Collection[int]) -> None:
+        """These entries of a layer of which none is held stay until `let_go`."""
+        ...
 
-        Args:
-            keep: what the latest `use` was for stays.
-        """
+    def let_go(self, layer: int, experts: Collection[int]) -> None:
+        """They may go again."""
+        ...
+
+    def evict(self, excess: int) -> list[Key]:
+        """The batch is over: removes entries that are not held until `excess` bytes are free or
+        none is left; returns their keys."""
         ...
 
     def __contains__(self, key: Key) -> bool: ...
@@ -61,9 +73,11 @@ class LRU:
     def __init__(self, sizes: Mapping[int, int]) -> None:
         self._sizes = sizes
         self._entries: OrderedDict[Key, None] = OrderedDict()  # oldest first
-        self._batch: tuple[int, Sequence[int]] = (-1, ())  # its entries are the youngest
+        self._held: dict[int, Collection[int]] = {}  # by layer
 
-    def use(self, layer: int, experts: Sequence[int], rows: Ids | None) -> list[int]:
+    def use(
+        self, layer: int, experts: Sequence[int], rows: Ids | None, room: int
+    ) -> tuple[list[int], list[Key]]:
         entries, absent = self._entries, list[int]()
         for expert in experts:
             key = (layer, expert)
@@ -72,21 +86,35 @@ class LRU:
             else:
                 entries[key] = None
                 absent.append(expert)
-        self._batch = (layer, experts)
+        excess = self._sizes[layer] * len(absent) - room
+        return absent, self._remove(excess, layer, experts) if excess > 0 else []
+
+    def admit(self, layer: int, experts: Sequence[int], *, needed: bool = True) -> list[int]:
+        entries = self._entries
+        absent = [expert for expert in experts if (layer, expert) not in entries]
+        for expert in absent:
+            entries[layer, expert] = None
+            if not needed:  # older than whatever was used
+                entries.move_to_end((layer, expert), last=False)
         return absent
 
-    def admit(self, layer: int, expert: int, *, needed: bool = True) -> None:
-        self._entries[layer, expert] = None
-        if not needed:  # older than whatever was used
-            self._entries.move_to_end((layer, expert), last=False)
+    def hold(self, layer: int, experts: Collection[int]) -> None:
+        self._held[layer] = experts
 
-    def evict(self, excess: int, held: Held, *, keep: bool) -> list[Key]:
-        layer, batch = self._batch if keep else (-1, ())
+    def let_go(self, layer: int, experts: Collection[int]) -> None:
+        del self._held[layer]
+
+    def evict(self, excess: int) -> list[Key]:
+        return self._remove(excess, -1, ())
+
+    def _remove(self, excess: int, layer: int, batch: Sequence[int]) -> list[Key]:
+        """Removes the oldest until `excess` bytes are free, but not the layer's `batch`, which has
+        the youngest entries."""
         entries, gone = self._entries, list[Key]()
         while excess > 0 and len(entries) > len(batch):
             key: Key | None
-            if held:
-                key = self._oldest_free(held, layer, batch)
+            if self._held:
+                key = self._oldest_free(layer, batch)
                 if key is None:
                     break
                 del entries[key]
@@ -96,7 +124,8 @@ class LRU:
             gone.append(key)
         return gone
 
-    def _oldest_free(self, held: Held, layer: int, batch: Sequence[int]) -> Key | None:
+    def _oldest_free(self, layer: int, batch: Sequence[int]) -> Key | None:
+        held = self._held
         for key in self._entries:
             at, expert = key
             if expert not in held.get(at, ()) and not (at == layer and expert in batch):
