@@ -142,6 +142,10 @@ class Predictions:
         self._lends, self._weighing = compute == "graph", weighing
         self._more, self._steady = more, more > 0 and late == "wait"
         self._skipped = frozenset(model.layers[:skip])
+        # Layer → the one that is predicted from it, None if there is none; and the next in a token.
+        self._targets = {layer: self._target(layer) for layer in model.layers}
+        self._following = dict(zip(model.layers, [*model.layers[1:], model.layers[0]], strict=True))
+        self._ready: set[int] = set()  # what can be predicted
         self._keeps = weighing or bool(cold_share)  # probabilities
         self._lender: int | None = None  # the next layer, if its router is lent
         self._refused: set[int] = set()  # layers whose routers turned out not to be lent
@@ -156,7 +160,7 @@ class Predictions:
     @property
     def active(self) -> bool:
         """Whether hidden vectors are of use in this batch."""
-        return self._decoding and self.watchdog.armed
+        return self._decoding and not self.watchdog.disarmed
 
     def begin(self, phase: Phase, position: int) -> None:
         """A batch begins; in decode, with the token at `position`."""
@@ -176,7 +180,7 @@ class Predictions:
         self.sampled = self.watchdog.wants()
         if not self._lends or self.sampled or self._consumer.rows(layer) != 1:
             return  # a product of several rows may be computed by another kernel
-        target = self._target(layer) if self._consumer.commits(layer) else None
+        target = self._targets[layer] if self._consumer.commits(layer) else None
         if target is None or target not in self.ranker or layer in self._refused:
             return
         if self.ranker.lend(layer, target, hidden=not self._weighing):
@@ -219,11 +223,10 @@ class Predictions:
         if not self.active:
             return
         start, inline = time.perf_counter(), 0.0
-        target = self._target(routing.layer)
+        target = self._targets[routing.layer]
         if target is not None and routing.ranked_for is None:
             inline = self._ask(target, routing.hidden, routing.layer)
-        following = self._model.later(routing.layer, 1)
-        self._arrange(self._model.layers[0] if following is None else following)
+        self._arrange(self._following[routing.layer])
         self.times.issue_s += max(0.0, time.perf_counter() - start - inline)
 
     def issue(self, layer: int) -> None:
@@ -308,19 +311,23 @@ class Predictions:
         prediction.probabilities = routing.probabilities() if self._keeps else None
         self._take(prediction, routing.layer)
 
-    def _predictable(self, layer: int) -> bool:
-        """Whether what is wanted of the layer's router is known."""
+    def _unpredictable(self, layer: int) -> Reason | None:
+        """Why what is wanted of the layer's router is not known; once it is, it stays so."""
+        if not self.ranker.seen(layer):
+            return "first_token"
         if layer not in self.ranker:
-            return False
-        return not self._weighing or self.ranker.rule(layer).weighing is not None
+            return "unranked"
+        if self._weighing and self.ranker.rule(layer).weighing is None:
+            return "unranked"
+        self._ready.add(layer)
+        return None
 
     def _ask(self, target: int, hidden: Floats | None, layer: int) -> float:
         """Has the `target` predicted, or tells why not; `layer` is the one that runs now. Returns
         the seconds that it took inline."""
-        if not self.ranker.seen(target):
-            self._consumer.cannot_predict(target, "first_token")
-        elif not self._predictable(target):
-            self._consumer.cannot_predict(target, "unranked")
+        obstacle = None if target in self._ready else self._unpredictable(target)
+        if obstacle:
+            self._consumer.cannot_predict(target, obstacle)
         elif hidden is None:
             self._consumer.cannot_predict(target, "unreadable")
         else:
@@ -403,8 +410,8 @@ class Predictions:
             rows.append(ids)
             if self._keeps and probabilities is not None:
                 kept.append(probabilities.copy())
-        prediction.probabilities = np.stack(kept) if kept else None
-        return np.stack(rows)
+        prediction.probabilities = np.array(kept) if kept else None
+        return np.array(rows)
 
     def _watch(self, router: Ids, ids: Ids | None, spent_s: float) -> None:
         start = time.perf_counter()
