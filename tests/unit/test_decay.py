@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -237,6 +237,30 @@ def test_whatever_is_computed_with_or_protected_stays(policy: CachePolicy, seed:
             check(cache.resize(rng.choice([300, 700, 1200])))
             assert cache.used <= cache.budget
     assert cache.evictions > 100
+
+
+def test_a_lookup_is_one_call_of_machine_code() -> None:
+    """Also one that evicts: each call fetches its code and what it is given from memory."""
+    cache, rng = (
+        ExpertCache(40, dict.fromkeys(range(4), 1), eviction("decay", 16)),
+        random.Random(1),
+    )
+    entries: Any = cache._parts[0].entries
+    calls: list[str] = []
+
+    def counted(name: str, function: Callable[..., None]) -> Callable[..., None]:
+        def call(*given: int) -> None:
+            calls.append(name)
+            function(*given)
+
+        return call
+
+    for name in ("_used", "_evicted"):
+        setattr(entries, name, counted(name, getattr(entries, name)))
+    for layer in [*range(4)] * 30:
+        cache.lookup(layer, rng.sample(range(16), 3))
+    assert cache.evictions > 50
+    assert calls == ["_used"] * 120
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -180,16 +180,16 @@ class AheadCounts:
 
     @property
     def slots(self) -> int:
-        return sum(one.slots for one in self.by_layer.values())
+        return sum([one.slots for one in self.by_layer.values()])
 
     @property
     def agreed_slots(self) -> int:
-        return sum(one.agreed_slots for one in self.by_layer.values())
+        return sum([one.agreed_slots for one in self.by_layer.values()])
 
     @property
     def passed_through(self) -> int:
         """Routings that were to be committed and were not."""
-        return sum(count for why, count in self.by_reason.items() if why not in EXPECTED)
+        return sum([count for why, count in self.by_reason.items() if why not in EXPECTED])
 
 
 class RouteAhead(PredictingPolicy):
