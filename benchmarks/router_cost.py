@@ -1,4 +1,4 @@
-"""What does a prediction cost in the callback: the product, and the ranking by NumPy or by ggml?
+"""What does a prediction cost in the callback: the product, its ranking, and where the matrix lies?
 
 As in a run: 48 router matrices, one after the other, so that each is cold. The variants take turns,
 and medians and quartiles of a token are printed in ms.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from routeahead.llamacpp import ggml
-from routeahead.llamacpp.router_product import RouterProduct
+from routeahead.llamacpp.router_product import MatrixMemory, RouterProduct
 from routeahead.routing.selection import SelectionRule
 
 LAYERS = 48
@@ -40,11 +40,14 @@ def main() -> None:
         tensors.append(tensor)
     plain = [RouterProduct(tensor, "f32") for tensor in tensors]
     ranked = [RouterProduct(tensor, "f32", rule) for tensor in tensors]
-    small = [RouterProduct(tensor, "int8", rule) for tensor in tensors]
+    memory = MatrixMemory()
+    huge = [RouterProduct(tensor, "f32", rule, memory) for tensor in tensors]
+    small = [RouterProduct(tensor, "int8", rule, memory) for tensor in tensors]
     variants: dict[str, Callable[[int], object]] = {
         "product alone": lambda layer: plain[layer].logits(hidden),
         "product, ranked by NumPy": lambda layer: rule.select(plain[layer].logits(hidden)),
         "product, ranked by ggml": lambda layer: ranked[layer].rank(hidden),
+        "the same from huge pages": lambda layer: huge[layer].rank(hidden),
         "the same in int8": lambda layer: small[layer].rank(hidden),
     }
     spent: dict[str, list[float]] = {name: [] for name in variants}
