@@ -15,7 +15,7 @@ for name in embedded second third; do
     [ -f "$model" ] || continue
     if [ ! -f "$folder/$name.calibrated" ]; then
         rm -f "$data/$name.gates.safetensors"
-        "$bin/routeahead" calibrate "$model" --text $data/calibration.jsonl --depth 1 --depth 2 --depth 4 \
+        "$bin/routeahead" calibrate "$model" --text $data/calibration.jsonl --depth 0.5 --depth 1 --depth 2 --depth 4 \
             --out "$data/$name.gates.safetensors" -t 1 > "$folder/$name.calibrated.new"
         mv "$folder/$name.calibrated.new" "$folder/$name.calibrated"
     fi
