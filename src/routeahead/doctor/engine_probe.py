@@ -176,7 +176,9 @@ class EngineProbe:
         """
         source = self._llm.source
         assert source
-        if not full or cache < source.cache.budget:
+        if not full:
+            source.resize(cache)  # it keeps its memory: what was given back comes back quickly
+        elif cache < source.cache.budget:
             source.cache.budget = cache  # laid out anew, empty
         room = self._llm.room - self._llm.n_tokens - _WARM - 1
         count = min(len(misses), room)
