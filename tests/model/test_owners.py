@@ -16,8 +16,9 @@ from support.schedules import POLICIES, run
 
 from routeahead import Llama
 from routeahead.engine.ownership import Ownership
-from routeahead.experts.lanes import Lanes, Read
+from routeahead.experts.lanes import Lanes
 from routeahead.experts.reader import Reader
+from routeahead.experts.reads import Read
 from routeahead.experts.source import ExpertSource
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def looks_in_the_book(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     run_read = Lanes._run
 
     def looking(self: Lanes, lane: int, read: Read) -> None:
-        if (read.slice.tensor.layer, read.slice.expert) in llm.source.cache:
+        if (read.layer, read.expert) in llm.source.cache:
             run_read(self, lane, read)
         else:
             self._settle(read, None)
@@ -88,7 +89,7 @@ def gives_a_slot(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     run_read = Lanes._run
 
     def giving(self: Lanes, lane: int, read: Read) -> None:
-        read.slice.pool.give(read.slice.pool.take())
+        read.pool.give(read.pool.take())
         run_read(self, lane, read)
 
     monkeypatch.setattr(Lanes, "_run", giving)
@@ -155,7 +156,9 @@ def test_a_mistake_is_found(
     mistake: Callable[[Llama, pytest.MonkeyPatch], None],
     touched: str,
 ) -> None:
-    llm = load(NAME, cache_mb=2, io_threads=2)
+    # Of two lanes without the ledger, one's count may be lost, and the batch would wait for ever.
+    lanes = 1 if mistake is settles_without_the_ledger else 2
+    llm = load(NAME, cache_mb=2, io_threads=lanes)
     evaluate(llm, PROMPTS[1])
     owners.check()
     with monkeypatch.context() as changed:

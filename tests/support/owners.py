@@ -35,8 +35,9 @@ from routeahead.experts.decay import Decay
 from routeahead.experts.eviction import LRU
 from routeahead.experts.filling import Filling
 from routeahead.experts.guesses import Guess, Guesses
-from routeahead.experts.lanes import Lanes, Read, Ticket
+from routeahead.experts.lanes import Lanes
 from routeahead.experts.load import Load, Prefetch
+from routeahead.experts.reads import Read, Ticket
 from routeahead.experts.slot_table import LayerSlots, SlotTable
 from routeahead.experts.slots import Pool
 from routeahead.experts.source import ExpertSource
