@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.commands import Command
 from support.hub import Hub
@@ -14,9 +15,11 @@ from support.library import Library
 
 from routeahead.config import Settings
 from routeahead.doctor import disk_probe, examination
-from routeahead.doctor.engine_probe import Engine, Streamed
+from routeahead.doctor.engine_probe import Engine, EngineProbe, Streamed
 from routeahead.doctor.examination import examine
 from routeahead.doctor.forecast import Traffic, _by_probe, tokens_like
+from routeahead.experts import slots
+from routeahead.experts.arena import Pages
 from routeahead.experts.layout import MIB
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.llamacpp.native_log import Buffers
@@ -78,6 +81,19 @@ def test_it_decodes_tokens_that_miss_what_the_runs_do(command: Command, tmp_path
         assert routed and streamed and routed.full == full
         wanted = tokens_like(routed, found.layout, settings, len(streamed.misses)).sum(axis=1)
         assert list(streamed.misses) == wanted.tolist() and sum(wanted) > 0
+
+
+def test_where_a_cache_fills_up_reads_land_in_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is given back is quick to have again, as a run's first reads are not."""
+    given: list[Pages] = []
+    monkeypatch.setattr(slots, "release", given.append)
+    misses = np.ones((6, 12), np.int64)
+    with EngineProbe(DEFAULT_MODEL, Settings(), threads=1, context=256) as probe:
+        probe.without_misses()
+        given.clear()
+        found = probe.streamed(misses, cache=7 * MIB, full=False)
+        assert found and found.misses == (12,) * 6
+        assert not sum(pages.nbytes for pages in given)
 
 
 def test_a_curve_is_scattered_over_layers() -> None:
