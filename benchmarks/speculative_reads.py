@@ -7,9 +7,8 @@ not in the cache. A guess has the place of one of the engine's prefetchers: it e
 layer that asks takes back what no lane has begun, and what it did not use is wasted. Who guesses:
 
 * *before*: what the token before used in that layer (`--prefetch`).
-* *followers*: what followed the token before's experts in that layer, from the counts of pairs that
-  the cache's eviction keeps (`experts.decay`), with at least a given probability.
-* *uses*: the same with how often each expert was used of late: all of what the eviction goes by.
+* *followers*: what followed the token before's experts in that layer with at least a given
+  probability, by the counts of pairs that the cache's eviction keeps, too (`experts.decay`).
 * *router*: a router that is asked a layer early (`--predict-prefetch`) and names as many experts as
   the layer uses, a given share of which are right. A recorded routing does not tell how many are.
 * *oracle*: what the layer will use; as much as any guess could bring.
@@ -23,15 +22,16 @@ from __future__ import annotations
 import argparse
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from routeahead.experts.cache import ExpertCache
+from routeahead.experts.decay import SUCCESSOR_PRIOR
 from routeahead.experts.eviction import eviction
 from routeahead.experts.layout import MIB
 from routeahead.replay.time_model import PROJECTIONS, Machine
@@ -41,7 +41,7 @@ from routeahead.telemetry.route_trace import Batch, RouteTrace, read_trace
 CASES = [
     ("nothing", 0.0),
     ("before", 1.0),
-    *product(("followers", "uses"), (0.1, 0.2, 0.3, 0.5, 0.7)),
+    *product(("followers",), (0.1, 0.2, 0.3, 0.5, 0.7)),
     *product(("router",), (0.6, 0.75, 0.9)),
     ("oracle", 1.0),
 ]  # who guesses, and the least score that is read, or the share that is right
@@ -82,6 +82,29 @@ class Lanes:
         heapq.heappush(self._free_at, read.arrives)
 
 
+class Followers:
+    """Which experts of a layer followed which, from one row to the next."""
+
+    def __init__(self, experts: int) -> None:
+        self._pairs = np.zeros((experts, experts))
+        self._rows = np.zeros(experts)
+        self.before: list[int] = []  # the latest row's experts
+
+    def add(self, row: Sequence[int]) -> None:
+        for expert in self.before:
+            self._rows[expert] += 1
+            self._pairs[expert, row] += 1
+        self.before = list(row)
+
+    def chances(self) -> npt.NDArray[np.float64]:
+        """Of each expert, to follow the latest row."""
+        if not self.before:
+            return np.zeros(len(self._rows))
+        rows = self._rows[self.before, None] + SUCCESSOR_PRIOR
+        chances: npt.NDArray[np.float64] = (self._pairs[self.before] / rows).mean(axis=0)
+        return chances
+
+
 class Decoding:
     """The decoded tokens of a trace, one after the other.
 
@@ -96,8 +119,9 @@ class Decoding:
     ) -> None:  # fmt: skip
         self._trace, self._machine, self._lanes = trace, machine, Lanes(machine)
         self._guesser, self._least, self._depth, self._limit = guesser, least, depth, limit
-        experts = 1 + max(max(batch.experts) for batch in trace.batches)
-        self._cache = ExpertCache(budget, trace.expert_bytes, eviction("decay", experts))
+        self._experts = 1 + max(max(batch.experts) for batch in trace.batches)
+        self._cache = ExpertCache(budget, trace.expert_bytes, eviction("decay", self._experts))
+        self._followers = {layer: Followers(self._experts) for layer in trace.expert_bytes}
         self._guesses: dict[int, dict[int, list[Read]]] = {n: {} for n in trace.expert_bytes}
         self.now = self.stall_s = self.useful = self.wasted = 0.0
         self.tokens, self._random = 0, np.random.default_rng(0)
@@ -106,12 +130,17 @@ class Decoding:
         tokens = self._trace.decoded_tokens()
         first = tokens[0][0]
         for batch in self._trace.batches[:first]:
-            self._cache.lookup(batch.layer, batch.experts, batch.rows)
+            self._lookup(batch)
         order = [self._trace.batches[index] for token in tokens for index in token]
         for at, batch in enumerate(order):
             self._layer(batch, order[at + 1 : at + 1 + self._depth])
         self.tokens = len(tokens)
         return self
+
+    def _lookup(self, batch: Batch) -> list[int]:
+        for row in [batch.experts] if batch.rows is None else batch.rows.tolist():
+            self._followers[batch.layer].add(row)
+        return self._cache.lookup(batch.layer, batch.experts, batch.rows).misses
 
     def _layer(self, batch: Batch, later: list[Batch]) -> None:
         machine = self._machine
@@ -129,7 +158,7 @@ class Decoding:
 
     def _demand(self, batch: Batch) -> list[list[Read]]:
         """The layer's reads by projection, with those of guesses that lanes have begun."""
-        misses = self._cache.lookup(batch.layer, batch.experts).misses
+        misses = self._lookup(batch)
         guesses, self._guesses[batch.layer] = self._guesses[batch.layer], {}
         slices: list[list[Read]] = [[] for _ in range(PROJECTIONS)]
         for expert in misses:
@@ -161,23 +190,16 @@ class Decoding:
 
     def _scores(self, batch: Batch) -> npt.NDArray[np.float64]:
         """What the guesser makes of each expert of a layer that comes next."""
-        entries: Any = self._cache._parts[batch.layer].entries
-        line = entries._line[batch.layer]
-        before = entries._before[line]
-        before = before[before >= 0]
-        score = np.zeros(entries._width)
-        if self._guesser in ("oracle", "router"):
-            named = np.array(batch.experts)
+        if self._guesser == "followers":
+            return self._followers[batch.layer].chances()
+        named = np.array(batch.experts)
+        if self._guesser == "before":
+            named = np.array(self._followers[batch.layer].before, int)
+        elif self._guesser == "router":
             wrong = self._random.random(len(named)) >= self._least
-            named[wrong] = self._random.integers(0, len(score), int(wrong.sum()))
-            score[named] = 1
-        elif self._guesser == "before":
-            score[before] = 1
-        elif len(before):
-            counts = entries._successors[line][before].astype(float)
-            score = (counts[:, :-1] / (counts[:, -1:] + 2)).mean(axis=0)
-            if self._guesser == "uses":
-                score = 2 * score + entries._table[line][:3].sum(axis=0)
+            named[wrong] = self._random.integers(0, self._experts, int(wrong.sum()))
+        score = np.zeros(self._experts)
+        score[named] = 1
         return score
 
 
