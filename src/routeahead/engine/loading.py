@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -166,6 +167,7 @@ class Loading(Verifying):
                 ) from error
             reason = reasons[0] if reasons else error
             raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error
+        native_abort.remember(self, os.fspath(self.layout.shards[0].path))
         if not self._logits_all:  # the rows are nobody's, and `save_state` would copy them
             self.scores = self.scores[:DEFAULT]
         pieces = functools.partial(detokenize, self._model.vocab, self._model.token_bos())
