@@ -107,6 +107,8 @@ def test_same_logits(
         assert 0 < calls < stops if not overlap else calls > 0
     elif not overlap:
         assert calls == stops
+    elif llm.model_params.n_gpu_layers:  # one stop, at the first product, if all is there
+        assert calls >= stops
     else:
         assert calls > stops  # products were announced while reads were pending
 
