@@ -38,13 +38,13 @@ def settings(command: Command, tmp_path: Path):  # type: ignore[no-untyped-def]
 
 
 def test_the_order(config: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config.write_text(
-        f'[defaults]\nio_threads = 3\ncache_mb = "2M"\noverlap = false\ncontext = 64\n'
-        f'[models."{DEFAULT_MODEL}"]\nio_threads = 4\n'
-    )
+    defaults = '[defaults]\nio_threads = 3\ncache_mb = "2M"\noverlap = false\ncontext = 64\n'
+    config.write_text(f'{defaults}[models."/another.gguf"]\nio_threads = 4\n')
     found = settings()
     assert found["io_threads"] == 3 and found["cache_mb"] == 2 and not found["overlap"]
     assert found["n_ctx"] == 256  # llama.cpp rounds up
+    config.write_text(f'{defaults}[models."{DEFAULT_MODEL}"]\nio_threads = 4\n')
+    assert settings()["io_threads"] == 4  # `tune` without a model writes such a section
     assert settings(DEFAULT_MODEL)["io_threads"] == 4
     monkeypatch.chdir(DEFAULT_MODEL.parent)
     assert settings(DEFAULT_MODEL.name)["io_threads"] == 4

@@ -54,7 +54,7 @@ class Config:
     models: Mapping[str, Mapping[str, Any]]
 
     def values(self, model: str | None) -> dict[str, Any]:
-        """Option → value, for a model as the user named it; None for the built-in one."""
+        """Option → value, for a model as the user named it; None if a verb takes no model."""
         found = {key: value for key, value in self.defaults.items() if key != SPIN}
         if model:
             found |= self.models.get(model_key(model), {})

@@ -9,6 +9,7 @@ from typer.core import TyperCommand
 from routeahead.cli.config_file import KEYS, Config, read_config
 from routeahead.config import Settings
 from routeahead.errors import SettingsError
+from routeahead.models import DEFAULT_MODEL
 from routeahead.setting import STREAMING, facts_of
 
 ENVIRONMENT = "ROUTEAHEAD"
@@ -38,8 +39,9 @@ class ConfiguredCommand(TyperCommand):
 
     def _values(self, config: Config, given: dict[str, Any]) -> dict[str, Any]:
         """Values for the options that this verb has."""
-        model = given.get("model")
-        values = config.values(model if isinstance(model, str) else None)
+        model = given.get("model") or DEFAULT_MODEL
+        takes_model = any(option.name == "model" for option in self.params)
+        values = config.values(str(model) if takes_model else None)
         names = {option.name for option in self.params} & values.keys()
         if given.get("resident"):
             names -= _STREAMING
