@@ -333,7 +333,7 @@ class RouteAhead(PredictingPolicy):
 
     def lines(self, decode: Totals) -> list[str]:
         counts, more = self.counts, self._options.route_ahead_candidates
-        choice = f", {more} candidates more than used" if more else ""
+        choice = f", top-k + {more} candidates" if more else ""
         return [
             f"moe-route-ahead: {self.depth} layers early{choice} — {counts.committed} routings "
             f"committed, {counts.passed_through} passed through; committed selection agreed with "
