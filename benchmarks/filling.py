@@ -4,7 +4,8 @@
     python benchmarks/filling.py MODEL --json filling.json
 
 Each run is a process of its own that loads the model with a cache for all experts, rests (a person
-types a prompt), and decodes random tokens, the worst case for a profile. Both ways in turn.
+types a prompt), and decodes random tokens, others in each pass: the worst case for a profile, which
+runs leave for those after them. Both ways in turn.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def first_tokens(model: Path, options: argparse.Namespace) -> None:
         throttle=options.throttle,
     )
     time.sleep(options.pause)
-    tokens = np.random.default_rng(7).integers(3, llm.n_vocab(), options.tokens + 1).tolist()
+    rng = np.random.default_rng(options.seed)
+    tokens = rng.integers(3, llm.n_vocab(), options.tokens + 1).tolist()
     llm.eval(tokens[:1])
     start = time.perf_counter()
     with llm.decoding():
@@ -72,6 +74,7 @@ def main() -> None:
     parser.add_argument("-t", "--threads", type=int, default=None)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pause", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--fill", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.pause is not None:
@@ -84,7 +87,8 @@ def main() -> None:
     for number in range(options.passes):
         for pause, of in runs.items():
             for fill in (["--fill"], []) if number % 2 else ([], ["--fill"]):
-                command = [sys.executable, *sys.argv, "--pause", pause, *fill]
+                run = ["--pause", pause, "--seed", str(number), *fill]
+                command = [sys.executable, *sys.argv, *run]
                 out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
                 of["on" if fill else "off"].append(json.loads(out))
         if options.json:
