@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from routeahead.policies.drop import DropCold
 from routeahead.policies.forced import ForcedRouting
 from routeahead.policies.settings import PolicySettings
-from routeahead.prediction.predictions import Compute, Late, Predictions, ReadEarly, Reason
+from routeahead.prediction.consumer import Compute, Late, ReadEarly, Reason
+from routeahead.prediction.predictions import Predictions
 from routeahead.prediction.rankings import StepRankings
 from routeahead.routing.policy import HALF, Model, Policy, Precision, Routing
 from routeahead.setting import ROUTE_AHEAD, setting

@@ -20,7 +20,7 @@ import numpy as np
 from routeahead.errors import SettingsError
 from routeahead.policies.candidates import choose_among
 from routeahead.policies.prediction import PredictingPolicy, PredictionSettings
-from routeahead.prediction.predictions import Late, Reason
+from routeahead.prediction.consumer import Late, Reason
 from routeahead.routing.policy import HALF, Model, Policy, Routing
 from routeahead.setting import ROUTE_AHEAD, setting
 from routeahead.telemetry.counters import Totals, share

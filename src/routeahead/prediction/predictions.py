@@ -20,79 +20,33 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 
+from routeahead.prediction.consumer import (
+    Compute,
+    Consumer,
+    Late,
+    PredictionTimes,
+    ReadEarly,
+    Reason,
+    Recorded,
+)
 from routeahead.prediction.watchdog import Watchdog
 from routeahead.prediction.worker import Inline, Prediction, Worker
 from routeahead.routing.policy import HALF, Model, Precision, Ranking, Routing
 from routeahead.telemetry.counters import Totals
 from routeahead.types import Floats, Ids, Phase
 
-Compute = Literal["inline", "worker", "graph"]
-Late = Literal["pass", "wait"]
 _NO_HIDDEN = np.empty(0, np.float32)
 _NO_LAYER = -1  # before all layers
-ReadEarly = Callable[[int, Sequence[int]], None]
-Recorded = Callable[[int, int], Ids]
-
-Reason = Literal[
-    "structural",
-    "prefill",
-    "first_token",
-    "unranked",
-    "unreadable",
-    "fewer_rows",
-    "late",
-    "disarmed",
-    "spared",
-]
-
 # In a layer whose router is not lent, "graph" computes as "inline" does.
 _PREDICTORS: dict[Compute, type[Inline] | type[Worker]] = {
     "inline": Inline,
     "worker": Worker,
     "graph": Inline,
 }
-
-
-@dataclass
-class PredictionTimes:
-    """What predicting has cost since the load, in seconds.
-
-    Attributes:
-        gemv_s: router products and rankings: a worker's CPU time, or the evaluation thread's time.
-        issue_s: the evaluation thread handing over hidden vectors and early reads.
-        wait_s: the evaluation thread waiting for rankings.
-        watchdog_s: the same as gemv_s for the watchdog's products, and comparing.
-    """
-
-    gemv_s: float = 0.0
-    issue_s: float = 0.0
-    wait_s: float = 0.0
-    watchdog_s: float = 0.0
-
-
-class Consumer(Protocol):
-    """What is done with rankings. `depth` in MoE layers, or HALF; `serial` numbers the steps."""
-
-    depth: float
-    serial: int
-
-    def next_step(self) -> None: ...
-
-    def offer(
-        self, serial: int, layer: int, ids: Ids, probabilities: Floats | None = None
-    ) -> bool: ...
-
-    def rows(self, layer: int) -> int: ...
-
-    def commits(self, layer: int) -> bool: ...
-
-    def cannot_predict(self, layer: int, reason: Reason) -> None: ...
 
 
 class Predictions:

@@ -39,7 +39,7 @@ class Totals:
         committed, passed_through: routings that route-ahead decided, and that it should have.
         compared_slots, agreed_slots: committed ones whose router was asked too, and those on which
             it agreed.
-        gemv_s, issue_s, wait_s, watchdog_s: see `prediction.predictions.PredictionTimes`.
+        gemv_s, issue_s, wait_s, watchdog_s: see `prediction.consumer.PredictionTimes`.
         drafts, draft_bytes: batches with guesses (`engine.speculation`), and the bytes they read.
         drafted, accepted: rows that were guesses, and guesses that were right.
     """
