@@ -23,6 +23,8 @@ from support.speculation import Fortune, Spy, text
 
 from routeahead import Llama, SettingsError
 from routeahead.cli.inspect import facts
+from routeahead.doctor.device import OnDevice
+from routeahead.engine.offload import plan
 from routeahead.engine.streamed_model import Hooks
 from routeahead.llamacpp.eval_callback import layer_of
 from routeahead.llamacpp.gguf_file import read_layout
@@ -149,7 +151,8 @@ def test_a_topk_for_each_layer(written: Write) -> None:
     assert [layout.top_k(layer) for layer in layout.moe_layers] == [4, 2, 6]
     assert layout.n_expert_used == 6
     assert layout.token_bytes() == 4 * sizes[1] + 2 * sizes[3] + 6 * sizes[5]
-    assert ("experts", "16 a layer, top-2 or 4 or 6") in facts(layout, free=1 << 40)
+    there = OnDevice(plan(layout, 0, free=0, context=CONTEXT, rows=1), [], 0, 0, 0)
+    assert ("experts", "16 a layer, top-2 or 4 or 6") in facts(layout, 1 << 40, there)
     with pytest.raises(SettingsError, match="n_expert_used: this model has a number of its own"):
         Llama(layout.shards[0].path, cache_mb=0, n_expert_used=2)
 

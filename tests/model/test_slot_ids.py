@@ -96,6 +96,21 @@ def test_no_stop_once_everything_is_here(
     assert decode.misses > misses
 
 
+def test_nothing_is_settled_in_a_cache_that_was_emptied(load: Load, library: Library) -> None:
+    """Also if its budget is what it was: the slots' books must forget with the cache's."""
+    llm = load("qwen3moe", cache_mb=64, poison=True)
+    source = llm.source
+    assert source
+    assert_same(llm, library, "qwen3moe")
+    misses = llm.counters.prefill.misses + llm.counters.decode.misses
+    assert source.settled is not None and source.settled[llm.layout.moe_layers].any()
+    source.cache.budget = source.cache.budget
+    source.begin()
+    assert not source.settled[llm.layout.moe_layers].any()
+    assert_same(llm, library, "qwen3moe")
+    assert llm.counters.prefill.misses + llm.counters.decode.misses == 2 * misses
+
+
 def test_an_expert_on_its_way_is_not_settled(load: Load, library: Library) -> None:
     llm = load("qwen3moe", cache_mb=64)
     source = llm.source

@@ -61,7 +61,7 @@ OWNED: dict[type, set[str]] = {
 }
 # Class → attributes that the owner alone reads; it writes all of them.
 WRITTEN: dict[type, set[str]] = {
-    ExpertSource: {"_early", "_laid_out", "_void"},
+    ExpertSource: {"_early", "_emptied", "_void"},
     Prefetch: set(),
 }
 # "May be called on any thread": what these read counts as read by the owner.

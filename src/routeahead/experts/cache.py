@@ -64,13 +64,14 @@ class ExpertCache:
     Attributes:
         budget: bytes, without that excess and without what was admitted early. Setting it divides
             it anew, and empties the cache; `resize` does neither.
+        emptied: how often that happened.
         hits, misses, evictions, rereads: totals; a re-read is a miss of what was read before.
     """
 
     def __init__(
         self, budget: int, bytes_by_layer: Mapping[int, int], make_eviction: MakeEviction = LRU
     ) -> None:
-        self.hits = self.misses = self.evictions = self.rereads = 0
+        self.hits = self.misses = self.evictions = self.rereads = self.emptied = 0
         self._bytes, self._make_eviction = bytes_by_layer, make_eviction
         self._read_before: dict[int, set[int]] = {layer: set() for layer in bytes_by_layer}
         self._batch_layer = -1  # the layer that computes now
@@ -85,6 +86,7 @@ class ExpertCache:
     @budget.setter
     def budget(self, budget: int) -> None:
         self._budget = budget
+        self.emptied += 1
         self._early.clear()
         self._batch_layer = -1
         total = sum(self._bytes.values())

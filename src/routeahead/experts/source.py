@@ -57,7 +57,7 @@ class ExpertSource:
     ) -> None:
         self._layout, self._slots = layout, slots
         self.table = SlotTable(layout, slots, bind, most=self._most_slots)
-        self._laid_out = -1  # bytes of cache that the pools were made for
+        self._emptied = 0  # `cache.emptied` when the slots were laid out
         self._layer_bytes, self._token_bytes = layout.layer_bytes(), layout.token_bytes()
         make_eviction = eviction(cache_policy, layout.n_expert)
         self.cache = ExpertCache(0, layout.bytes_by_layer(), make_eviction)
@@ -79,14 +79,20 @@ class ExpertSource:
 
     def begin(self) -> None:
         """Prepares for a batch: completes a `recover` that a second Ctrl-C interrupted."""
-        if self._void or self._laid_out != self.cache.budget:
+        if self._void or self._stale:
             self.recover()
         if self.filling:
             self.filling.begin()
 
+    @property
+    def _stale(self) -> bool:
+        """Whether the cache was emptied since, so that the slots hold what it does not know of. Not
+        to be told by its budget, which may have been set to what it was."""
+        return self._emptied != self.cache.emptied
+
     def resize(self, budget: int) -> None:
         """Changes the cache's budget between two batches; what no longer fits is given back."""
-        if self._laid_out <= 0 or self.settled is not None:
+        if self._stale or not self.cache.budget or self.settled is not None:
             self.cache.budget = budget
             self.recover()  # lays the slots out anew, empty
             return
@@ -96,7 +102,6 @@ class ExpertSource:
         if self.filling:
             self.filling.evicted(victims)
         self.table.give(victims)
-        self._laid_out = budget
         self.table.give_back()
 
     @property
@@ -198,7 +203,7 @@ class ExpertSource:
         """
         if not self.cache.budget:
             return
-        if self._laid_out != self.cache.budget:
+        if self._stale:
             self.recover()
         misses = self.cache.admit_early(layer, experts)
         if misses:
@@ -220,7 +225,7 @@ class ExpertSource:
             experts: likeliest first.
             limit: absent experts to read at most; None for all.
         """
-        if self._laid_out != self.cache.budget:
+        if self._stale:
             self.recover()
         absent = [e for e in experts if (layer, e) not in self.cache][:limit]
         self._guess(layer, absent, "speculative", self.prefetch)
@@ -400,7 +405,7 @@ class ExpertSource:
         self.cache.clear()
         whole = self.cache.budget >= self._layout.expert_bytes
         self.table.lay_out(self.cache.parts, whole=whole)
-        self._laid_out = self.cache.budget
+        self._emptied = self.cache.emptied
         self._void = False
 
     def close(self) -> None:
