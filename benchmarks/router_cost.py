@@ -1,4 +1,4 @@
-"""What does a prediction cost in the callback: the product, its ranking, and where the matrix lies?
+"""What does a prediction cost in the callback: the product, and the ranking by NumPy or by ggml?
 
 As in a run: 48 router matrices, one after the other, so that each is cold. The variants take turns,
 and medians and quartiles of a token are printed in ms.
@@ -9,15 +9,13 @@ and medians and quartiles of a token are printed in ms.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable
 
 import numpy as np
 
-from routeahead.experts.arena import Reservation
 from routeahead.llamacpp import ggml
-from routeahead.llamacpp.router_product import MatrixMemory, RouterProduct
+from routeahead.llamacpp.router_product import RouterProduct
 from routeahead.routing.selection import SelectionRule
 
 LAYERS = 48
@@ -32,10 +30,9 @@ def main() -> None:
     rng = np.random.default_rng(0)
     rule = SelectionRule(8, "softmax", weighing="softmax")
     hidden = rng.standard_normal(given.width, dtype=np.float32)
-    shape = LAYERS, given.experts, given.width
-    memory = Reservation(4 * math.prod(shape))  # pages of 4 KiB, as the model's own
-    matrices = np.frombuffer(memory.view[: 4 * math.prod(shape)], np.float32).reshape(shape)
-    matrices[:] = rng.standard_normal(shape[1:], dtype=np.float32)
+    matrices = [
+        rng.standard_normal((given.experts, given.width), dtype=np.float32) for _ in range(LAYERS)
+    ]
     tensors = []
     for values in matrices:
         tensor = ggml.Tensor()
@@ -43,15 +40,11 @@ def main() -> None:
         tensors.append(tensor)
     plain = [RouterProduct(tensor, "f32") for tensor in tensors]
     ranked = [RouterProduct(tensor, "f32", rule) for tensor in tensors]
-    pages = MatrixMemory()
-    huge = [RouterProduct(tensor, "f32", rule, pages) for tensor in tensors]
-    small = [RouterProduct(tensor, "int8", rule, pages) for tensor in tensors]
+    small = [RouterProduct(tensor, "int8", rule) for tensor in tensors]
     variants: dict[str, Callable[[int], object]] = {
         "product alone": lambda layer: plain[layer].logits(hidden),
         "product, ranked by NumPy": lambda layer: rule.select(plain[layer].logits(hidden)),
         "product, ranked by ggml": lambda layer: ranked[layer].rank(hidden),
-        "reading the matrix alone": lambda layer: matrices[layer].max(),
-        "the same from huge pages": lambda layer: huge[layer].rank(hidden),
         "the same in int8": lambda layer: small[layer].rank(hidden),
     }
     spent: dict[str, list[float]] = {name: [] for name in variants}

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.errors import SettingsError, StreamError
-from routeahead.experts.arena import Pages, Reservation
 from routeahead.llamacpp import ggml
 from routeahead.llamacpp.tensor_values import fetch, on_host
 from routeahead.routing.policy import Precision
@@ -30,8 +29,6 @@ _STORED = {"f16": "F16", "int8": "Q8_0"}
 _NODES = 16  # room in a graph
 _STRUCTS = 32 * 512  # bytes for the structs of that many tensors and their operands
 _F32, _DESCENDING = 0, 1
-_CHUNK = 64 << 20  # bytes of addresses; memory is what is copied there
-_ALIGNED = 64  # bytes, a line of the CPU's caches
 
 
 def check_width(precision: Precision, width: int) -> None:
@@ -47,30 +44,6 @@ def check_width(precision: Precision, width: int) -> None:
         )
 
 
-class MatrixMemory:
-    """Copies of router matrices, one behind the other in huge pages.
-
-    A token reads each once, when the experts have displaced it from the CPU's caches. From the
-    model's own pages of 4 KiB that takes about twice as long, because the pages have to be found,
-    too.
-    """
-
-    def __init__(self) -> None:
-        self._chunks: list[Reservation] = []
-        self._free = memoryview(b"")
-
-    def copy(self, address: int, nbytes: int) -> int:
-        """Address of a copy of the bytes at `address`, which stays as long as this object."""
-        size = -(-nbytes // _ALIGNED) * _ALIGNED
-        if size > len(self._free):
-            self._chunks.append(Reservation(max(size, _CHUNK), huge=True))
-            self._free = self._chunks[-1].view
-        place = Pages.of(self._free[:nbytes]).address
-        ctypes.memmove(place, address, nbytes)
-        self._free = self._free[size:]
-        return place
-
-
 class RouterProduct:
     """One layer's router matrix, and what follows it. One thread may use it at a time.
 
@@ -82,24 +55,19 @@ class RouterProduct:
     """
 
     probabilities: Floats | None = None
-    _copy: npt.NDArray[np.uint8]
-    _stored: npt.NDArray[np.uint8]
 
     def __init__(
         self,
         weights: ggml.Tensor,
         precision: Precision,
         rule: SelectionRule | None = None,
-        memory: MatrixMemory | None = None,
     ) -> None:
         """
         Prepares the product.
 
         Args:
-            weights: the matrix, ggml shape (width, n_expert); without `memory`, it must outlive
-                this object.
+            weights: the matrix, ggml shape (width, n_expert); must outlive this object.
             rule: what follows the product; None if `logits` alone is called.
-            memory: where the matrix is copied to.
 
         Raises:
             SettingsError: the matrix cannot be stored at that precision.
@@ -111,10 +79,6 @@ class RouterProduct:
         if precision != "f32" and ggml.type_name(kind) != _STORED[precision]:
             kind, self._stored = self._convert(weights, _STORED[precision])
             data = self._stored.ctypes.data
-        if memory:
-            self._memory = memory  # kept alive
-            data = memory.copy(data, self._base.ggml_row_size(kind, self.width) * self.n_expert)
-            self._copy = self._stored = np.empty(0, np.uint8)
         self._rule = rule
         self._input = np.zeros(self.width, np.float32)
         self._graph = graph = _Graph(self._base)

@@ -12,7 +12,7 @@ from routeahead.llamacpp.lending import Loan, make_loan
 from routeahead.llamacpp.router_graph import Router
 from routeahead.llamacpp.router_input import RouterInput
 from routeahead.llamacpp.router_matrix import RouterMatrix
-from routeahead.llamacpp.router_product import MatrixMemory, RouterProduct, as_float32
+from routeahead.llamacpp.router_product import RouterProduct, as_float32
 from routeahead.prediction.gates import Gate
 from routeahead.routing.policy import Precision, Ranking
 from routeahead.routing.selection import SelectionRule
@@ -37,7 +37,6 @@ class RouterRanker:
         self.input, self._precision = source, precision
         self._gates = gates or {}
         self._fitted: dict[int, RouterMatrix] = {}
-        self._memory = MatrixMemory()
         self.convert_s = 0.0
         self._own: dict[int, RouterProduct] = {}
         self._predicting: dict[int, RouterProduct] = {}
@@ -58,8 +57,7 @@ class RouterRanker:
             if router is None:
                 unknown += 1
             elif layer not in self._own and router.rule:
-                own = ggml.tensor_at(router.matrix)
-                self._own[layer] = RouterProduct(own, "f32", router.rule, self._memory)
+                self._own[layer] = RouterProduct(ggml.tensor_at(router.matrix), "f32", router.rule)
                 self._predicting[layer] = self._predictor(layer, router)
         self.convert_s += time.perf_counter() - start
         if unknown:
@@ -76,7 +74,7 @@ class RouterRanker:
         elif self._precision == "f32":
             return self._own[layer]
         matrix = ggml.tensor_at(self._matrix(layer, router))
-        return RouterProduct(matrix, self._precision, router.rule, self._memory)
+        return RouterProduct(matrix, self._precision, router.rule)
 
     def _matrix(self, layer: int, router: Router) -> int:
         """Address of the matrix that predicts for the layer."""
