@@ -132,14 +132,15 @@ def test_moments_are_those_of_what_the_router_was_given(
         assert gate.agreement >= gate.stale > 0
         assert (gate.matrix is None) == (gate.penalty is None)
     assert any(gate.matrix is not None for gate in gates.gates.values())
-    assert not (tmp_path / "partial").exists()
 
 
 def test_resumed_is_what_it_would_have_been(
     library: Library, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partial = tmp_path / "partial"
-    whole = Calibration(request(library, "qwen3moe", text), partial).run()
+    first = Calibration(request(library, "qwen3moe", text), partial)
+    whole = first.run()
+    first.forget()
     monkeypatch.setattr(calibrating, "_CHECKPOINT_S", 0.0)
     seen = 0
 
@@ -226,6 +227,29 @@ def test_the_verb_writes_extends_and_refuses(
         load("qwen3moe", cache_mb=8, route_ahead=2, route_ahead_gates=out)
     with pytest.raises(SettingsError, match="no effect without route_ahead"):
         load("qwen3moe", cache_mb=8, route_ahead_gates=out)
+
+
+def test_what_was_fitted_outlives_a_result_that_cannot_be_written(
+    library: Library, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command then goes on where it was, and fits nothing again."""
+    out, partial = tmp_path / "gates.safetensors", tmp_path / "gates.safetensors.partial"
+    words = ["calibrate", str(library.path("qwen3moe")), "--text", str(text), "--out", str(out)]
+
+    def full(*_: object) -> None:
+        raise SettingsError(f"{out}: cannot be written: No space left on device")
+
+    with monkeypatch.context() as changed:
+        changed.setattr("routeahead.cli.calibrate.write_gates", full)
+        failed = CliRunner().invoke(app, [*words, "-t", "1", "--depth", "1"])
+    assert isinstance(failed.exception, SettingsError) and partial.exists()
+    moments = []
+    add = calibrating.Fitting.seen
+    monkeypatch.setattr(
+        calibrating.Fitting, "seen", lambda self, *seen: moments.append(add(self, *seen))
+    )
+    assert CliRunner().invoke(app, [*words, "-t", "1", "--depth", "1"]).exit_code == 0
+    assert out.exists() and not partial.exists() and not moments
 
 
 def test_every_fixture_can_be_calibrated(library: Library, text: Path, tmp_path: Path) -> None:

@@ -99,7 +99,8 @@ class Calibration:
         self.model = fingerprint(layout)
 
     def run(self, progress: Progress = lambda *_: None) -> Gates:
-        """Fits, then judges.
+        """Fits, then judges. The checkpoint stays, until the caller has what this returns on the
+        disk (`forget`).
 
         Raises:
             SettingsError, ModelError, ReadError, StreamError: the model could not be run.
@@ -118,8 +119,11 @@ class Calibration:
             self._feed(llm, held, "judging", progress)
         fitted = sum(len(one.tokens) for one in self._stretches if not one.held)
         tokens = sum(len(one.tokens) for one in held)
-        self._checkpoint.unlink(missing_ok=True)
         return Gates.of(self.model, scoring.best(), fitted=fitted, held=tokens)
+
+    def forget(self) -> None:
+        """Deletes the checkpoint."""
+        self._checkpoint.unlink(missing_ok=True)
 
     # --- before it runs ---
 

@@ -95,6 +95,7 @@ def calibrate(
     if older:
         found = Gates(found.model, older.gates | found.gates, found.fitted, found.held)
     write_gates(out, found)
+    calibration.forget()
     terminal.note(f"{found.fitted} tokens fitted, {found.held} held out: written to {out}")
     _print(found)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,6 +99,8 @@ class WorkFolder:
             temporary.unlink(missing_ok=True)
             with temporary.open("xb") as file:  # not through a link
                 yield lambda logits: logits.tofile(file)
+                file.flush()
+                os.fsync(file.fileno())
             temporary.replace(path)
         except OSError as error:
             reason = error.strerror or error
