@@ -75,6 +75,17 @@ def test_an_interrupt_while_modules_are_imported_prints_nothing(tmp_path: Path) 
     assert process.returncode == 128 + signal.SIGINT and errors == ""
 
 
+def test_a_signal_while_an_import_makes_a_class_keeps_its_number(tmp_path: Path) -> None:
+    """Named tuples and dataclasses are made by `exec`; CPython dies of SIGINT after that."""
+    (tmp_path / "llama_cpp.py").write_text(
+        "import os, signal, time\nexec('os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)')\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    process = start(*RUN, env={**os.environ, "PYTHONPATH": path})
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 def test_a_bench_that_is_terminated_leaves_no_process_and_no_group(tmp_path: Path) -> None:
     hierarchy = own_hierarchy()
     if hierarchy is None or not os.access(hierarchy.parent, os.W_OK):

@@ -41,15 +41,16 @@ def test_nobody_touches_what_is_not_its_own(tmp_path: Path, owners: Owners, borr
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(0)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("borrow", [False, True])
 def test_nobody_touches_what_is_not_its_own_for_long(
     tmp_path: Path, owners: Owners, borrow: bool
 ) -> None:
-    counts = run(tmp_path, loads=42, each=20, seed=500 + borrow, borrow=borrow)
+    counts = run(tmp_path, loads=28, each=12, seed=500 + borrow, borrow=borrow)
     print(f"borrow {borrow}: {counts}, {owners.seen} accesses")
     owners.check()
-    assert counts["compared"] > 400
+    assert counts["compared"] > 150
 
 
 def test_filling_and_a_policy_that_drops(load: Load, library: Library, owners: Owners) -> None:

@@ -46,7 +46,11 @@ class Campaign:
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
         # In the first and last moments the default action, which is to die of it, is in place.
-        assert process.returncode in (0, -number, 128 + number), (number, errors)
+        assert process.returncode in (0, -number, 128 + number), (
+            process.returncode,
+            number,
+            errors,
+        )
         assert "Traceback" not in errors, (number, errors)
         self.check()
         name = number.name if process.returncode else "ended"
