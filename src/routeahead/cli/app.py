@@ -166,5 +166,5 @@ def run_command() -> NoReturn:
         status = 1
     # An interrupt that passes through `exec` of a text, which makes named tuples when modules are
     # imported, is noted by CPython, which then dies of SIGINT in the end. Another text undoes that.
-    exec("")  # noqa: S102  # nosec B102
+    exec("")  # nosec B102
     sys.exit(128 + signals.received if signals.received else status)
