@@ -106,14 +106,28 @@ def test_two_models_share_what_is_free(large: Path, machine: Machine) -> None:
 
 
 def test_a_size_beyond_what_is_free_is_said(large: Path, machine: Machine) -> None:
-    machine.total = 150 * MIB
+    machine.total = 120 * MIB
     with pytest.warns(UserWarning, match=r"cache_mb=500, but \d+ MiB are free") as warned:
         llm = machine.new(large, cache_mb=500)
-    assert len(warned) == 1 and llm.source.cache.budget < 100 * MIB
+    assert len(warned) == 1 and llm.source.cache.budget < llm.layout.expert_bytes
     machine.total = 1 << 30
     machine.look(llm)
     evaluate(llm, PROMPTS[1])
-    assert llm.source.cache.budget == 500 * MIB
+    assert llm.source.cache.budget == llm.layout.expert_bytes
+
+
+def test_a_size_beyond_all_experts_is_all_experts(large: Path, machine: Machine) -> None:
+    """What it gives way by is a part of what it can hold, and not of what was asked for."""
+    machine.total = 8 << 30
+    llm = machine.new(large, cache_mb=1 << 20)
+    experts = llm.layout.expert_bytes
+    evaluate(llm, PROMPTS[0])
+    assert llm.source.cache.budget == experts
+    machine.total = 7 << 30  # others took some, and there is plenty left
+    machine.look(llm)
+    evaluate(llm, PROMPTS[0])
+    assert llm.source.cache.budget == experts
+    assert llm.streamed.budget.resizes == 0
 
 
 TMPFS = """

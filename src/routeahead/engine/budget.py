@@ -83,7 +83,7 @@ class CacheBudget:
         self._resize, self._ownership = resize, ownership
         self._moves = -1  # of the ownership, when the watcher looked last
         self._headroom = HEADROOM if size is None else FIXED_HEADROOM
-        self._wanted = whole if size is None else size
+        self._wanted = whole if size is None else min(size, whole)
         self._floor = min(floor, self._wanted)
         self._watcher: threading.Thread | None = None
         self._ended = threading.Event()
@@ -95,7 +95,7 @@ class CacheBudget:
                 f"{max(0, room) // MIB} MiB are left for the expert cache and one token routes "
                 f"to {-(-token // MIB)} MiB: use a smaller context, or cache_mb=0{hint}"
             )
-        if size and room < size:
+        if size and room < self._wanted:
             warnings.warn(
                 f"cache_mb={size // MIB}, but {max(0, room) // MIB} MiB are free: the cache stays "
                 "within that, and grows when there is more",
