@@ -152,11 +152,11 @@ import hashlib, json, sys, threading, time
 sys.path.insert(0, sys.argv[2])
 from support.library import PROMPTS, evaluate
 from routeahead import Llama
-llm = Llama(sys.argv[1], n_ctx=256, n_threads=1, cache_mb=76)
+llm = Llama(sys.argv[1], n_ctx=256, n_threads=1, cache_mb=72)
 own, digests, left = llm.streamed.budget, set(), threading.Event()
 threading.Thread(target=lambda: (sys.stdin.readline(), left.set()), daemon=True).start()
 until, ready = time.monotonic() + 60, False
-while time.monotonic() < until and not (left.is_set() and own.now == 76 << 20):
+while time.monotonic() < until and not (left.is_set() and own.now == 72 << 20):
     digests.add(hashlib.sha256(evaluate(llm, PROMPTS[0]).tobytes()).hexdigest())
     if not ready:
         print("ready", flush=True)
@@ -187,4 +187,4 @@ def test_another_process_eats_the_memory(large: Path) -> None:
         assert digests == 1
         # 20 MiB beyond what there is, and what stays free, are more than the cache can give: it
         # goes down to what one token routes to.
-        assert least < 20 and last == 76 and resizes >= 2
+        assert least < 20 and last == 72 and resizes >= 2

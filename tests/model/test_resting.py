@@ -38,7 +38,7 @@ def scarce(machine: Machine, llm: Llama) -> None:
     machine.total = own._headroom + own._beside + 10 * MIB
 
 
-@pytest.mark.parametrize("cache_mb", [60, 76], ids=["a part", "all"])
+@pytest.mark.parametrize("cache_mb", [60, 72], ids=["a part", "all"])
 def test_a_resting_model_shrinks(large: Path, machine: Machine, cache_mb: int) -> None:
     """At the second look after its last batch, and its memory is the kernel's again."""
     llm = machine.new(large, cache_mb=cache_mb)
