@@ -30,8 +30,8 @@ MODELS = ("embedded", "second", "third")
 README_INTRODUCTION = (
     "Speed and quality in one model: the built-in one at Qwen3-30B-A3B's widths, padded with zeros "
     "(`make calibration`), three quarters of the experts cached, a throttled disk; *ahead-2* is "
-    "`--route-ahead 2`, *gates* means calibrated, *skip* and *candidates* those settings. By the time "
-    "that missed reads take over the time that a token computes:"
+    "`--route-ahead 2`, *gates* means calibrated, *skip* and *candidates* those settings. By "
+    "the time that missed reads take over the time that a token computes:"
 )
 RHOS = ("0.6", "0.9", "1.5")
 
