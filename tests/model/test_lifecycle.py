@@ -299,10 +299,10 @@ def test_parallel_loads_leave_stdout_alone(library: Library) -> None:
 def test_a_copy_has_the_same_settings(
     load: Load, library: Library, copied: Callable[[Llama], Llama]
 ) -> None:
-    llm = load(NAME, cache_mb=64, io_threads=3, overlap=False, n_expert_used=2)
+    llm = load(NAME, cache_mb=1, io_threads=3, overlap=False, n_expert_used=2)
     twin = copied(llm)
     assert twin.settings == llm.settings and twin.n_ctx() == llm.n_ctx()
-    assert twin.source and twin.source.cache.budget == 64 << 20
+    assert twin.source and twin.source.cache.budget == 1 << 20
     np.testing.assert_array_equal(evaluate(twin, PROMPTS[0]), evaluate(llm, PROMPTS[0]))
     twin.close()
 
