@@ -81,6 +81,8 @@ def test_own_input_gives_the_routers_choice(
     assert source
     source.cache.budget = llm.layout.token_bytes()
     settle, ranker = policy.predictions.settle, policy.predictions.ranker
+    # A worker would compute its samples by the products that are used below, at the same time.
+    policy.predictions.watchdog.every = 1 << 30
 
     def with_own_input(routing: Routing) -> None:
         settle(routing)

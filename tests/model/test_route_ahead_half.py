@@ -229,7 +229,10 @@ def test_calibration_fits_and_counts_what_is_before_attention(
 
     def calibrated(*depths: float):  # type: ignore[no-untyped-def]
         request = Request(path, [text], depths, threads=THREADS, settings={"cache_mb": 8})
-        return Calibration(request, tmp_path / "partial").run()
+        calibration = Calibration(request, tmp_path / "partial")
+        gates = calibration.run()
+        calibration.forget()
+        return gates
 
     gates, plain = calibrated(HALF, 1), calibrated(1)
     layers = list(load(name, cache_mb=8).layout.moe_layers)
