@@ -43,7 +43,7 @@ def test_one_line_says_with_which_file(
         library.close()
     damage(path)
     line = [sys.executable, "-m", "routeahead.cli.main", "run", str(path), "--raw", "-p", "Hi"]
-    line += ["-n", "2", "-t", "4", "-c", "64", "--cache-mb", "8"]
+    line += ["-n", "2", "-t", "1", "-c", "64", "--cache-mb", "8"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGABRT
     (said,) = done.stderr.splitlines()

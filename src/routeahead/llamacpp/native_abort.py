@@ -43,8 +43,7 @@ class _Guard:
 
 
 _guards: list[_Guard] = []  # one at most
-_said: list[str] = []  # why the process ends
-_saying = threading.Lock()
+_unsaid = [None]  # taken out by the thread that says why the process ends
 
 
 @_Callback  # type: ignore[untyped-decorator]
@@ -61,10 +60,11 @@ def _aborted(message: bytes) -> None:
         f"routeahead: llama.cpp cannot compute with {files or 'a model'} and ends the process: "
         f"{visible(reason)}; compare the file with its source, or download it again\n"
     )
-    with _saying:  # all threads of a graph may fail at once: one says it, then any may end it
-        if not _said:
-            _said.append(line)
-            os.write(2, line.encode())  # a thread that waits for ever may have `sys.stderr`'s lock
+    try:
+        _unsaid.pop()  # atomic: all threads of a graph may fail at once
+    except IndexError:
+        threading.Event().wait()  # for ever: the thread that says it ends the process
+    os.write(2, line.encode())  # a thread that waits for ever may have `sys.stderr`'s lock
 
 
 def remember(model: object, file: str) -> None:
