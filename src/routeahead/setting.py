@@ -90,15 +90,21 @@ def check_together(settings: Any) -> None:
     owner = type(settings)
     for name, facts in facts_of(owner).items():
         for other, why in facts.excludes.items():
-            if getattr(settings, name) and getattr(settings, other):
+            if is_on(settings, name) and is_on(settings, other):
                 raise SettingsError(f"{name} and {other} exclude each other: {why}")
         changed = getattr(settings, name) != getattr(owner, name)
-        if changed and facts.needs and not any(getattr(settings, other) for other in facts.needs):
+        if changed and facts.needs and not any(is_on(settings, other) for other in facts.needs):
             raise SettingsError(f"{name} has no effect without {' or '.join(facts.needs)}")
-        if facts.asks_cache and getattr(settings, name) and settings.cache_mb == 0:
+        if facts.asks_cache and is_on(settings, name) and settings.cache_mb == 0:
             raise SettingsError(
                 f"{name} asks what is in the cache, and cache_mb=0 keeps nothing: give a size"
             )
+
+
+def is_on(settings: Any, name: str) -> bool:
+    """Whether a setting of a dataclass does anything: 0 does, where nothing is given as None."""
+    value = getattr(settings, name)
+    return value is not None if getattr(type(settings), name) is None else bool(value)
 
 
 def _check_range(name: str, value: float, facts: Facts) -> None:

@@ -32,6 +32,10 @@ def ids(*values: int) -> Ids:
         ([0, 4, 2, 5], (), [5, 2, 4]),
         ([0, 4, 2], (3,), [3, 2, 4]),
         ([0, 4, 2], (1, 5), [1, 5, 2]),
+        ([0], (1, 5), [1, 5, 0]),  # fewer are read than are used
+        ([0], (2,), [2, 0, 1]),
+        ([0], (), [0, 1, 3]),  # the router's best are read on demand
+        ([5], (), ROUTER),
     ],
 )
 def test_the_best_of_what_is_there(
@@ -46,6 +50,7 @@ def test_the_best_predicted_stand_in_for_groups_that_lost() -> None:
     scores = np.where(np.isin(np.arange(6), [1, 3]), SCORES, -np.inf).astype(np.float32)
     found = choose_among(ids(1, 3), scores, ids(5, 0, 3, 4), lambda expert: expert == 2)
     assert found.tolist() == [3, 5]
+    assert choose_among(ids(1, 3), scores, ids(), lambda expert: expert == 2).tolist() == [1, 3]
 
 
 def test_the_experts_of_groups_that_lost_come_last_the_better_first() -> None:

@@ -278,7 +278,7 @@ class StreamedModel:
         # Who chooses a size has chosen that, too, but not what is read ahead for prompts, nor their
         # compute buffer.
         ahead = settings.route_ahead or settings.prefetch or int(settings.predict_prefetch)
-        of_row = self._top_k + settings.route_ahead_candidates
+        of_row = self._top_k + max(0, settings.route_ahead_candidates or 0)
         each = min(layout.n_expert, of_row * (1 + settings.lookup))  # of a layer
         early = min(math.ceil(ahead), len(layout.moe_layers)) * each * layout.largest_expert()
         return CacheBudget(

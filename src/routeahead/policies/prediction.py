@@ -58,7 +58,7 @@ class PredictingPolicy(StepRankings, Policy):
         read_early: ReadEarly,
         skip: int = 0,
         weighing: bool = False,
-        more: int = 0,
+        more: int | None = None,
     ) -> None:
         """Makes the predictions, which take the model's other policies into account."""
         forced, drop = model.find(ForcedRouting), model.find(DropCold)

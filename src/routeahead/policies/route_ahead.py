@@ -89,13 +89,13 @@ class RouteAheadSettings(PredictionSettings):
         metavar="A",
         needs=("route_ahead",),
     )
-    route_ahead_candidates: int = setting(
-        0,
-        "Read M more of the predicted experts than a layer uses, and let its own router choose "
-        "among all of them and what the cache has.",
+    route_ahead_candidates: int | None = setting(
+        None,
+        "Let a layer's own router choose among what was read early and what the cache has; early, "
+        "M more of the predicted experts than the layer uses are read, or fewer, if M is negative.",
         ROUTE_AHEAD,
-        low=0,
         metavar="M",
+        unset="the predicted experts are used",
         needs=("route_ahead",),
         asks_cache=True,
         excludes={
@@ -121,14 +121,15 @@ class RouteAheadSettings(PredictionSettings):
                 f"route_ahead={HALF} predicts a layer while it runs, which is done in the graph's "
                 "callback: use route_ahead_compute='inline'"
             )
-        if self.route_ahead_candidates and self.route_ahead_weights == "predicted":
+        candidates = self.route_ahead_candidates is not None
+        if candidates and self.route_ahead_weights == "predicted":
             raise SettingsError(
                 "route_ahead_candidates asks the layer's own router, which gives the weights too: "
                 "leave route_ahead_weights='predicted' out"
             )
         if self.route_ahead_compute != "graph":
             return
-        if self.route_ahead_candidates:
+        if candidates:
             raise SettingsError(
                 "route_ahead_candidates asks the layer's own router, and with "
                 "route_ahead_compute='graph' it ranks for another layer: use 'inline' or 'worker'"
@@ -218,6 +219,13 @@ class RouteAhead(PredictingPolicy):
 
     def bind(self, model: Model) -> None:
         self.counts = AheadCounts({layer: Agreement() for layer in model.layers})
+        more = self._options.route_ahead_candidates
+        least = min(model.top_k_by_layer.values(), default=model.top_k)
+        if more is not None and least + more < 1:
+            raise SettingsError(
+                f"route_ahead_candidates is {more}, and a layer of this model uses {least} "
+                f"experts: give at least {1 - least}"
+            )
         first = int(self.depth) + self._options.route_ahead_skip
         self._first, self._experts = frozenset(model.layers[:first]), model.experts
         if first >= len(model.layers):
@@ -233,7 +241,7 @@ class RouteAhead(PredictingPolicy):
             read_early=self._read,
             skip=self._options.route_ahead_skip,
             weighing=self._options.route_ahead_weights == "predicted",
-            more=self._options.route_ahead_candidates,
+            more=more,
         )
 
     def commits(self, layer: int) -> bool:
@@ -291,7 +299,7 @@ class RouteAhead(PredictingPolicy):
 
     def _among_candidates(self, routing: Routing, predicted: Ids) -> Ids:
         """What is committed: the predicted experts, or what the router chooses among them."""
-        if not self._options.route_ahead_candidates:
+        if self._options.route_ahead_candidates is None:
             return predicted
         scores = routing.scores()
         assert scores is not None  # of a layer whose top-k ranks: others are never predicted for
@@ -333,7 +341,7 @@ class RouteAhead(PredictingPolicy):
 
     def lines(self, decode: Totals) -> list[str]:
         counts, more = self.counts, self._options.route_ahead_candidates
-        choice = f", top-k + {more} candidates" if more else ""
+        choice = "" if more is None else f", top-k {more:+} candidates"
         return [
             f"moe-route-ahead: {self.depth} layers early{choice} — {counts.committed} routings "
             f"committed, {counts.passed_through} passed through; committed selection agreed with "

@@ -71,7 +71,7 @@ class Predictions:
         cold_share: float = 0.0,
         skip: int = 0,
         weighing: bool = False,
-        more: int = 0,
+        more: int | None = None,
     ) -> None:
         """
         Predicts for `consumer`, a policy of `model`.
@@ -84,9 +84,9 @@ class Predictions:
                 expert always is.
             skip: MoE layers at the beginning from which nothing is predicted.
             weighing: a ranking's probabilities are wanted with its ids.
-            more: experts of a ranking beyond those that a layer uses. Something chooses among them
-                by what the cache has, so with late="wait" early reads come in the same order
-                however fast a worker is.
+            more: experts of a ranking beyond those that a layer uses, or fewer, if negative. Unless
+                it is None, something chooses among them by what the cache has, so with late="wait"
+                early reads come in the same order however fast a worker is.
         """
         self._model, self._consumer, self._late = model, consumer, late
         self.ranker = model.ranker(precision)
@@ -94,7 +94,8 @@ class Predictions:
         self.times = PredictionTimes()
         self._predictor = _PREDICTORS[compute](self._rank)
         self._lends, self._weighing = compute == "graph", weighing
-        self._more, self._steady = more, more > 0 and late == "wait"
+        self._more = more or 0
+        self._steady = more is not None and late == "wait"
         self._skipped = frozenset(model.layers[:skip])
         # Layer → the one that is predicted from it, None if there is none; and the next in a token.
         self._targets = {layer: self._target(layer) for layer in model.layers}

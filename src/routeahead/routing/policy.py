@@ -123,7 +123,7 @@ class Ranker(Protocol):
 
     def predict(self, layer: int, hidden: Floats, more: int = 0) -> Ranking:
         """The ranking that predicts what `layer` will choose, from an earlier layer's hidden
-        row, with the `more` experts that come next."""
+        row, with the `more` experts that come next, or without the last ones, if negative."""
         ...
 
     def own(self, layer: int, hidden: Floats) -> Floats | None:
