@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from routeahead.policies.candidates import choose_among
 from routeahead.policies.route_ahead import RouteAhead, RouteAheadSettings
 from routeahead.routing.policy import Ranker
 from routeahead.routing.selection import SelectionRule
-from routeahead.types import Ids
+from routeahead.types import Floats, Ids
 
 SCORES = np.array([0.1, 0.9, 0.5, 0.8, 0.3, 0.7], np.float32)
 ROUTER = [1, 3, 5]  # the three best of them
@@ -21,6 +21,10 @@ ROUTER = [1, 3, 5]  # the three best of them
 
 def ids(*values: int) -> Ids:
     return np.array(values, np.int32)
+
+
+def choose(router: Ids, scores: Floats, candidates: Ids, cached: Callable[[int], bool]) -> Ids:
+    return choose_among(router[None], lambda: scores[None], candidates[None], cached)[0]
 
 
 @pytest.mark.parametrize(
@@ -41,16 +45,31 @@ def ids(*values: int) -> Ids:
 def test_the_best_of_what_is_there(
     candidates: list[int], cached: Collection[int], chosen: list[int]
 ) -> None:
-    found = choose_among(ids(*ROUTER), SCORES, ids(*candidates), lambda e: e in cached)
+    found = choose(ids(*ROUTER), SCORES, ids(*candidates), lambda e: e in cached)
     assert found.tolist() == chosen and found.dtype == np.int32
+
+
+def test_each_row_chooses_and_scores_are_read_only_for_those_that_must() -> None:
+    asked = []
+
+    def scores() -> Floats:
+        asked.append(1)
+        return np.stack([SCORES, SCORES])
+
+    router, read = np.array([[1, 3], [3, 1]], np.int32), np.array([[3, 1], [1, 3]], np.int32)
+    assert choose_among(router, scores, read, lambda expert: False) is router and not asked
+    read[1] = 0, 1
+    found = choose_among(router, scores, read, lambda expert: expert == 5)
+    assert found.tolist() == [[1, 3], [1, 5]] and asked == [1]
+    assert router.tolist() == [[1, 3], [3, 1]]
 
 
 def test_the_best_predicted_stand_in_for_groups_that_lost() -> None:
     """Of the winning groups' experts only 3 is there, and no score tells the others apart."""
     scores = np.where(np.isin(np.arange(6), [1, 3]), SCORES, -np.inf).astype(np.float32)
-    found = choose_among(ids(1, 3), scores, ids(5, 0, 3, 4), lambda expert: expert == 2)
+    found = choose(ids(1, 3), scores, ids(5, 0, 3, 4), lambda expert: expert == 2)
     assert found.tolist() == [3, 5]
-    assert choose_among(ids(1, 3), scores, ids(), lambda expert: expert == 2).tolist() == [1, 3]
+    assert choose(ids(1, 3), scores, ids(), lambda expert: expert == 2).tolist() == [1, 3]
 
 
 def test_the_experts_of_groups_that_lost_come_last_the_better_first() -> None:

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from routeahead.errors import SettingsError
 from routeahead.policies.candidates import choose_among
 from routeahead.policies.prediction import PredictingPolicy, PredictionSettings
@@ -24,7 +22,7 @@ from routeahead.prediction.consumer import Late, Reason
 from routeahead.routing.policy import HALF, Model, Policy, Routing
 from routeahead.setting import ROUTE_AHEAD, setting
 from routeahead.telemetry.counters import Totals, share
-from routeahead.types import Ids
+from routeahead.types import Floats, Ids
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
@@ -301,10 +299,13 @@ class RouteAhead(PredictingPolicy):
         """What is committed: the predicted experts, or what the router chooses among them."""
         if self._options.route_ahead_candidates is None:
             return predicted
-        scores = routing.scores()
-        assert scores is not None  # of a layer whose top-k ranks: others are never predicted for
-        rows = zip(routing.ids, scores, predicted, strict=True)
-        return np.stack([choose_among(*row, routing.cached) for row in rows])
+
+        def scores() -> Floats:
+            found = routing.scores()
+            assert found is not None  # of a layer whose top-k ranks: others are never predicted for
+            return found
+
+        return choose_among(routing.ids, scores, predicted, routing.cached)
 
     def _obstacle(self, routing: Routing) -> Reason | None:
         if routing.phase == "prefill":
