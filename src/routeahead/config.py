@@ -8,6 +8,7 @@ policies.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -29,6 +30,7 @@ from routeahead.setting import (
     check_together,
     check_values,
     facts_of,
+    paths_of,
     setting,
 )
 from routeahead.types import CachePolicy
@@ -158,6 +160,8 @@ class Settings(
     ) -> tuple[Settings, dict[str, Any]]:
         """Separates keyword arguments into validated settings and what is left.
 
+        A file may be given as text.
+
         Args:
             others: names that may be left; any if there are none.
 
@@ -167,6 +171,9 @@ class Settings(
         """
         names, known = {f.name for f in fields(cls)}, set(others)
         ours = {k: v for k, v in arguments.items() if k in names}
+        for name in paths_of(cls).intersection(ours):
+            if isinstance(ours[name], (str, os.PathLike)):
+                ours[name] = Path(ours[name])
         rest = {k: v for k, v in arguments.items() if k not in names}
         if known and (strange := sorted(set(rest) - known)):
             near = difflib.get_close_matches(strange[0], names | known, n=1)

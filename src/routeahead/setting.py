@@ -65,6 +65,11 @@ def types_of(owner: type) -> dict[str, Any]:
     return get_type_hints(owner)
 
 
+def paths_of(owner: type) -> set[str]:
+    """The settings of a dataclass that name a file."""
+    return {name for name, kind in types_of(owner).items() if Path in _options(kind)}
+
+
 def check_values(settings: Any) -> None:
     """Checks type and range of each setting of a dataclass.
 

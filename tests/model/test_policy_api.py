@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from support import models
 from support.library import PROMPTS, Library, evaluate, with_budget
 
-from routeahead import Llama, Model, Policy, PolicyError, Routing, SettingsError
+from routeahead import Llama, Model, Policy, PolicyError, Routing, Settings, SettingsError
 from routeahead.types import Phase
 
 Load = Callable[..., Llama]
@@ -273,6 +274,11 @@ def test_values_of_another_type_are_refused(
 ) -> None:
     with pytest.raises(SettingsError, match=message):
         Llama(library.path(NAME), **settings)
+
+
+def test_a_file_may_be_given_as_text() -> None:
+    settings, rest = Settings.split({"replay_routing": "a/b.csv", "n_ctx": 5})
+    assert settings.replay_routing == Path("a/b.csv") and rest == {"n_ctx": 5}
 
 
 def test_capping_the_context_needs_no_context(library: Library) -> None:

@@ -77,7 +77,7 @@ def _spell(kind: Any, imports: set[str]) -> str:
         return f"{origin.__name__}[{', '.join(_spell(one, imports) for one in arguments)}]"
     if kind.__module__.startswith("llama_cpp"):
         imports.add(f"from {kind.__module__} import {kind.__name__}")
-    return str(kind.__name__)
+    return "str | Path" if kind is Path else str(kind.__name__)
 
 
 if __name__ == "__main__":

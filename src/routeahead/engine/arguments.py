@@ -24,7 +24,7 @@ class StreamingArguments(TypedDict, total=False):
     # Raise resident experts' selection scores by M times the token's score range (lossy); 0 is off.
     expert_substitute: float
     # Route as this recorded trace did (random weights, real locality).
-    replay_routing: Path | None
+    replay_routing: str | Path | None
     # Predict in the graph's callback ('inline'), on a thread of its own ('worker'), or, with
     # route_ahead, by the graph's own router products ('graph').
     route_ahead_compute: Literal["inline", "worker", "graph"]
@@ -48,11 +48,11 @@ class StreamingArguments(TypedDict, total=False):
     # Leave a layer to its router where that agrees with less than this share of the predicted
     # slots, by the calibration's or the run's own count; what is predicted is a guess there.
     route_ahead_min_agreement: float
-    # Read M more of the predicted experts than a layer uses, and let its own router choose among
-    # all of them and what the cache has.
-    route_ahead_candidates: int
+    # Read M more of the predicted experts than a layer uses (fewer, if M is negative), and let its
+    # own router choose among them and what the cache has.
+    route_ahead_candidates: int | None
     # Predict by the matrices that `routeahead calibrate` fitted to this model.
-    route_ahead_gates: Path | None
+    route_ahead_gates: str | Path | None
     # Score how well routings could have been predicted; changes nothing, and is slow.
     predict_log: bool
     # Do not read a missing expert whose share of the routing is below F / top-k (lossy); 0 is off.

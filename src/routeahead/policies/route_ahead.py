@@ -89,8 +89,8 @@ class RouteAheadSettings(PredictionSettings):
     )
     route_ahead_candidates: int | None = setting(
         None,
-        "Let a layer's own router choose among what was read early and what the cache has; early, "
-        "M more of the predicted experts than the layer uses are read, or fewer, if M is negative.",
+        "Read M more of the predicted experts than a layer uses (fewer, if M is negative), and let "
+        "its own router choose among them and what the cache has.",
         ROUTE_AHEAD,
         metavar="M",
         unset="the predicted experts are used",
