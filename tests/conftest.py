@@ -58,10 +58,10 @@ def load(library: Library) -> Iterator[Callable[..., Llama]]:
 
     opened: list[Llama] = []
 
-    def open_model(name: str, *, shards: int = 1, **settings: Any) -> Llama:
+    def open_model(name: str, *, shards: int = 1, packed: bool = False, **settings: Any) -> Llama:
         hooks = {hook: settings.pop(hook) for hook in ("wrap_reader", "poison") if hook in settings}
         llm = Llama(
-            library.path(name, shards),
+            library.packed(name, shards) if packed else library.path(name, shards),
             n_ctx=CONTEXT,
             n_batch=CONTEXT,
             n_threads=THREADS,

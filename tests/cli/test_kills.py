@@ -20,6 +20,7 @@ import pytest
 from support.hub import Hub
 from support.kills import Campaign
 
+from routeahead.models import DEFAULT_MODEL
 from routeahead.telemetry.tensor_file import read_tensors
 
 pytestmark = pytest.mark.xdist_group("machine")
@@ -132,6 +133,23 @@ def pulls(tmp_path: Path, hub: Hub, kills: int, seed: int) -> dict[str, int]:
     return counts
 
 
+def packs(tmp_path: Path, kills: int, seed: int) -> dict[str, int]:
+    folder, undisturbed = tmp_path / "here", tmp_path / "undisturbed.gguf"
+    folder.mkdir()
+    took = command("pack", DEFAULT_MODEL, undisturbed)
+    out, content = folder / "out.gguf", undisturbed.read_bytes()
+
+    def check() -> None:
+        assert not out.exists() or out.read_bytes() == content
+        assert {path.name for path in folder.iterdir()} <= {"out.gguf", "out.gguf.partial"}
+
+    line = ["pack", DEFAULT_MODEL, out]
+    counts = Campaign(line, check, out.unlink, took).run(random.Random(seed), kills)
+    assert [path.name for path in folder.iterdir()] == ["out.gguf"]
+    assert out.read_bytes() == content
+    return counts
+
+
 @pytest.mark.timeout(300)
 def test_an_evaluation(tmp_path: Path) -> None:
     assert sum(evaluations(tmp_path, FEW, seed=1).values()) >= FEW
@@ -145,6 +163,10 @@ def test_a_calibration(tmp_path: Path) -> None:
 
 def test_a_pull(tmp_path: Path, hub: Hub) -> None:
     assert sum(pulls(tmp_path, hub, FEW, seed=3).values()) >= FEW
+
+
+def test_a_pack(tmp_path: Path) -> None:
+    assert sum(packs(tmp_path, FEW, seed=4).values()) >= FEW
 
 
 @pytest.mark.slow
@@ -163,3 +185,9 @@ def test_many_calibrations(tmp_path: Path) -> None:
 @pytest.mark.timeout(0)
 def test_many_pulls(tmp_path: Path, hub: Hub) -> None:
     print("pull", pulls(tmp_path, hub, MANY, 13))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_many_packs(tmp_path: Path) -> None:
+    print("pack", packs(tmp_path, MANY, 14))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 
 SUITES = [
     "identity", "slot_ids", "route_ahead", "drop", "prefetch", "policy_api", "faults", "raw_decode",
-    "architectures",
+    "architectures", "packed",
 ]  # fmt: skip
 # A test of each kind: architectures that ask most different things of the stream, reads that are
 # late or reordered, everything cached, every stop's fault, policies that change ids and weights.
@@ -37,6 +37,7 @@ DAILY = [
     "test_architectures.py::test_inspect_counts_what_a_run_loads",
     "test_architectures.py::test_adapters",
     "test_prefetch.py::test_substitution_is_the_references[deepseek2-grouped]",
+    "test_packed.py::test_same_logits_and_a_read_an_expert[gemma4-delayed]",
 ]
 # It counts stops: a device's top-k that was stopped at takes a further call, at the first product.
 COUNTING = ["--deselect", "tests/model/test_route_ahead.py::test_off_costs_no_call"]

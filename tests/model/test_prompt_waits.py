@@ -61,21 +61,21 @@ def later(reader: Held) -> threading.Thread:
 
 
 def bytes_of(llm: Llama, layer: int, expert: int) -> list[bytes]:
-    """What is in an expert's slot, by projection."""
+    """What is in an expert's slot, by read."""
     of = llm.source.table.layers[layer]
     found = []
     for place in of.places:
         view = of.pool.target(place, expert, int(of.slots[expert])).view
         start = place.phase
-        found.append(bytes(view[start : start + place.tensor.expert_bytes]))
+        found.append(bytes(view[start : start + place.nbytes]))
     return found
 
 
 def in_file(llm: Llama, layer: int, expert: int) -> list[bytes]:
     found = []
     for place in llm.source.table.layers[layer].places:
-        start, end = place.tensor.slice_of(expert)
-        found.append(llm.layout.shards[0].path.read_bytes()[start:end])
+        start = place.offset + expert * place.stride
+        found.append(llm.layout.shards[0].path.read_bytes()[start : start + place.nbytes])
     return found
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead import Llama
+from routeahead.engine.packing import write_packed
 from support import models
 from support.reference import Logits, Resident
 
@@ -77,6 +78,13 @@ class Library:
             folder.mkdir()
             self._paths[key] = models.write(folder / "model.gguf", spec, shards=shards)
         return self._paths[key]
+
+    def packed(self, name: str, shards: int = 1) -> Path:
+        """The same model, each expert in one piece."""
+        target = self._folder / f"{name}-{shards}" / "packed.gguf"
+        if not target.exists():
+            write_packed(self.path(name, shards), target)
+        return target
 
     def resident(self, name: str) -> list[Logits]:
         """One array for each of PROMPTS."""

@@ -37,7 +37,7 @@ class Gated:
 
 
 def reads(layer: int, *offsets: int, kind: Kind = "demand") -> tuple[list[Read], Ticket]:
-    tensor = ExpertTensor("t", layer, "up", "F32", 8, 0, 0, BLOCK)
+    tensor = ExpertTensor("t", layer, "up", "F32", 8, 0, 0, BLOCK, BLOCK)
     ticket = Ticket(len(offsets))
     slots = Slots([tensor])
     (pool,) = slots.share_out([[layer]])

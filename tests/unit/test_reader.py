@@ -143,7 +143,7 @@ def test_a_count_that_does_not_fit_is_refused(shard: Shard, kind: str, count: in
         def close(self) -> None: ...
 
     arena = Arena([shard])
-    tensor = ExpertTensor("blk.3.ffn_up_exps.weight", 3, "up", "F32", 2, 0, 0, 2 * BLOCK)
+    tensor = ExpertTensor("blk.3.ffn_up_exps.weight", 3, "up", "F32", 2, 0, 0, 2 * BLOCK, 2 * BLOCK)
     slots = Slots([tensor])
     (pool,) = slots.share_out([[3]])
     lanes = Lanes(1, Lying(), slots)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from routeahead.experts import cache
 from routeahead.experts.cache import ExpertCache
-from routeahead.experts.layout import BLOCK, ExpertTensor
+from routeahead.experts.layout import BLOCK, ExpertTensor, pieces
 from routeahead.experts.slots import HUGE, Slots
 
 
 def tensor(layer: int, projection: str, offset: int, expert_bytes: int) -> ExpertTensor:
-    return ExpertTensor("t", layer, projection, "F32", 4, 0, offset, expert_bytes)
+    return ExpertTensor("t", layer, projection, "F32", 4, 0, offset, expert_bytes, expert_bytes)
 
 
 def test_aligned_slices_land_in_place_and_others_are_moved() -> None:
@@ -35,8 +36,39 @@ def test_aligned_slices_land_in_place_and_others_are_moved() -> None:
             assert start == slot * pool.stride + place.start
             used.append(range(start, start + len(target.view)))
             # After the move the slice is where the product looks for it.
-            assert place.phase + place.tensor.expert_bytes <= len(target.view)
+            assert place.phase + place.nbytes <= len(target.view)
     assert all(a.stop <= b.start for a, b in pairwise(used))
+
+
+@pytest.mark.parametrize("extra", [0, 32], ids=["whole blocks", "others"])
+def test_slices_that_stand_side_by_side_are_one_read(extra: int) -> None:
+    sizes = {"gate": 2 * BLOCK - 96 + extra, "down": 96, "up": BLOCK}
+    stride, at, tensors = sum(sizes.values()), 7 * BLOCK + 64, list[ExpertTensor]()
+    for name, nbytes in sizes.items():
+        tensors.append(ExpertTensor("t", 0, name, "F32", 4, 0, at, nbytes, stride))
+        at += nbytes
+    plain = tensor(1, "gate", 0, 64)
+    slots = Slots([*tensors, plain])
+    pool, _ = slots.share_out([[0], [1]])
+    (place,), (other,) = slots.places[0], slots.places[1]
+    assert place.projections == "gate+down+up" and other.projections == "gate"
+    assert (place.offset, place.stride, place.nbytes) == (7 * BLOCK + 64, stride, stride)
+    assert pool.stride == -(-stride // BLOCK) * BLOCK + BLOCK
+    for expert in range(4):
+        target, start = pool.target(place, expert, 2), place.offset + expert * stride
+        assert target.offset == start // BLOCK * BLOCK
+        assert target.offset + target.need == start + stride
+        assert target.shift == (start % BLOCK if extra else 0)
+        assert start - target.offset - target.shift == place.phase
+
+
+def test_slices_that_do_not_follow_each_other_are_read_apart() -> None:
+    """Another layer's, another file's, another number of them, or a gap in between."""
+    first = ExpertTensor("t", 0, "gate", "F32", 4, 0, 0, 64, 128)
+    assert len(pieces([first, replace(first, offset=64)])) == 1
+    for change in ({"layer": 1}, {"shard": 1}, {"n_expert": 8}, {"offset": 96}, {"stride": 256}):
+        assert len(pieces([first, replace(first, **{"offset": 64} | change)])) == 2
+    assert len(pieces([tensor(0, "gate", 0, 64), tensor(0, "up", 64, 64)])) == 2
 
 
 def test_layers_of_one_size_have_slots_of_one_size() -> None:

@@ -49,6 +49,14 @@ def test_without_overlap_a_layer_waits_for_all_its_reads() -> None:
     assert_times(times, token=stall + LAYERS * 2.0, stall=stall, io=stall)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_expert_in_one_read_is_computed_when_it_is_there(overlap: bool) -> None:
+    """As many bytes and a third of the latencies; nothing is left to hide a projection behind."""
+    stall = LAYERS * MISSES * (LATENCY + 3 * SLICE)
+    times = uniform(compute_s=10.0, reads=1, overlap=overlap)
+    assert_times(times, token=stall + LAYERS * 10.0, stall=stall, io=stall)
+
+
 def test_overlap_hides_two_projections_of_compute_behind_slow_reads() -> None:
     compute = 10.0  # of it 2 a projection, which is less than its slices take: 8
     reading = LAYERS * 3 * MISSES * READ

@@ -112,6 +112,8 @@ def figures(report: Mapping[str, Any], warmup: int) -> dict[str, float]:
     if "bytes_read" in token:
         found["mib_per_token"] = token["bytes_read"] / MIB
         found["mib_per_s"] = token["bytes_read"] / MIB / token["wall_s"]
+    if "reads" in token:
+        found["reads"] = token["reads"]
     looked_up = token.get("hits", 0) + token.get("misses", 0)
     if looked_up:
         found["hit_rate"] = token["hits"] / looked_up

@@ -33,6 +33,7 @@ _VERBS = {
     "io-report": ("io_report", "io_report"),
     "report": ("report_page", "report"),
     "checksum": ("checksum", "checksum"),
+    "pack": ("pack", "pack"),
     "pull": ("models", "pull"),
     "list": ("models", "list_models"),
     "rm": ("models", "rm"),

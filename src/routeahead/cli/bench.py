@@ -33,6 +33,7 @@ _COLUMNS = {
     "stall_ms": ("stall ms", 1, 1),
     "adopt_ms": ("adoption ms", 1, 1),
     "mgmt_ms": ("management ms", 1, 2),
+    "reads": ("reads/token", 1, 1),
     "mib_per_token": ("MiB/token", 1, 1),
     "mib_per_s": ("MiB/s", 1, 0),
     "hit_rate": ("hits %", 100, 1),

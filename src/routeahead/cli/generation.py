@@ -21,8 +21,8 @@ from routeahead.telemetry.counters import Totals
 
 # What a report has of each decoded token, so that a benchmark can leave out the first ones.
 STEP_COLUMNS = (
-    "wall_s", "compute_s", "stall_s", "adopt_s", "mgmt_s", "io_s", "cpu_s", "bytes_read", "hits",
-    "misses", "kept",
+    "wall_s", "compute_s", "stall_s", "adopt_s", "mgmt_s", "io_s", "cpu_s", "bytes_read", "reads",
+    "hits", "misses", "kept",
 )  # fmt: skip
 
 

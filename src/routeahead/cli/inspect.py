@@ -69,6 +69,7 @@ def report(
     return {
         "files": [str(shard.path) for shard in layout.shards],
         "arch": layout.arch,
+        "packed": layout.packed,
         "file_bytes": layout.file_bytes,
         "moe_layers": layout.moe_layers,
         "experts": layout.n_expert,
@@ -89,7 +90,7 @@ def facts(layout: ModelLayout, free: int, there: OnDevice) -> list[tuple[str, st
     sizes = layout.bytes_by_layer()
     least = layout.token_bytes()
     rows = [
-        ("model", f"{layout.shards[0].path} ({layout.arch}, {len(layout.shards)} file(s))"),
+        ("model", f"{layout.shards[0].path} ({layout.arch}, {_files(layout)})"),
         ("file", size(layout.file_bytes)),
         ("MoE layers", f"{len(sizes)}: {_ranges(layout.moe_layers)}"),
         ("experts", f"{layout.n_expert} a layer, top-{_top_k(layout)}"),
@@ -102,6 +103,10 @@ def facts(layout: ModelLayout, free: int, there: OnDevice) -> list[tuple[str, st
         ("fits here", _fit(layout, free, there.offload)),
     ]
     return rows + (device_rows(there) if there.offload.layers else [])
+
+
+def _files(layout: ModelLayout) -> str:
+    return "packed" if layout.packed else f"{len(layout.shards)} file(s)"
 
 
 def _quantisation(layout: ModelLayout) -> list[tuple[str, str]]:

@@ -45,6 +45,12 @@ RouteAhead = Annotated[
         "MoE layers by which the routing is known ahead.", default=str(Machine.route_ahead)
     ),
 ]
+Reads = Annotated[
+    int | None,
+    _machine_option(
+        "Reads that bring an expert: 1 from a file that `pack` wrote.", default=str(Machine.reads)
+    ),
+]
 Overlap = Annotated[
     bool | None,
     _machine_option(
@@ -85,6 +91,7 @@ def replay(
     latency_ms: LatencyMs = None,
     lanes: LaneCount = None,
     route_ahead: RouteAhead = None,
+    reads: Reads = None,
     overlap: Overlap = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -103,6 +110,7 @@ def replay(
         latency_s=_scaled(latency_ms, 1e-3),
         lanes=lanes,
         route_ahead=route_ahead,
+        reads=reads,
         overlap=overlap,
     )
     recorded = read_trace(trace)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from routeahead.experts.layout import ModelLayout, Shard, ceil_block, floor_block
+from routeahead.experts.layout import ModelLayout, Shard, ceil_block, floor_block, range_of
 from routeahead.experts.reader import FileReader, Reader, Throttled, read_whole
 
 _ALONE_S, _TOGETHER_S = 0.4, 0.8
@@ -69,12 +69,16 @@ class Throttle:
 
 
 def slices_of(layout: ModelLayout) -> list[Range]:
-    """All slices of a model."""
+    """All that a model's experts are read by."""
     return [
-        (tensor.shard, *tensor.slice_of(expert))
-        for tensor in layout.experts
-        for expert in range(tensor.n_expert)
+        range_of(piece, expert) for piece in layout.pieces for expert in range(piece[0].n_expert)
     ]
+
+
+def slice_bytes(layout: ModelLayout) -> int:
+    """Of the model's first slice."""
+    _, start, end = range_of(layout.pieces[0], 0)
+    return end - start
 
 
 def scratch_file(folder: Path) -> Path:

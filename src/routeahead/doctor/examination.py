@@ -17,6 +17,7 @@ from routeahead.doctor.disk_probe import (
     Throttle,
     probe_disk,
     scratch_file,
+    slice_bytes,
     slices_in,
     slices_of,
 )
@@ -166,6 +167,6 @@ def _probe_disk(layout: ModelLayout, settings: Settings, here: bool) -> Disk:
     beside = layout.shards[0].path.parent
     with tempfile.TemporaryDirectory(dir=beside) as folder:
         path = scratch_file(Path(folder))
-        slices = slices_in(path, layout.experts[0].expert_bytes)
+        slices = slices_in(path, slice_bytes(layout))
         shards = [Shard(path, path.stat().st_size)]
         return probe_disk(shards, slices, lanes=lanes, throttle=throttle, direct=direct)

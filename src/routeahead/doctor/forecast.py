@@ -24,7 +24,7 @@ from routeahead.doctor.routing_curve import nearest_curve
 from routeahead.experts.layout import ModelLayout
 from routeahead.replay.eviction import Policy
 from routeahead.replay.hits import replay
-from routeahead.replay.time_model import Machine, simulate, simulate_rate
+from routeahead.replay.time_model import PROJECTIONS, Machine, simulate, simulate_rate
 from routeahead.telemetry.route_trace import PHASES, RouteTrace, TraceError, read_trace
 
 _PROBE_ERROR = 0.08  # of a token: what runs differ by from tokens like theirs, on an idle machine
@@ -239,6 +239,7 @@ def _machine(layout: ModelLayout, settings: Settings, disk: Disk, engine: Engine
         compute_s=engine.hot_s / len(layout.moe_layers),
         latency_s=disk.latency_s,
         lanes=settings.io_threads,
+        reads=1 if layout.packed else PROJECTIONS,
         overlap=settings.overlap,
         expert_share=experts / (experts + _read_by_a_token(layout)),
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 from routeahead.errors import ModelError, ReadError, SettingsError
 from routeahead.experts.arena import Arena
-from routeahead.experts.layout import ModelLayout, TensorInfo, floor_block
+from routeahead.experts.layout import ModelLayout, Piece, TensorInfo, floor_block, range_of
 from routeahead.experts.reader import Reader
 from routeahead.telemetry.json_file import write_json
 
@@ -114,8 +114,8 @@ def _split(digits: str, count: int) -> list[str]:
 
 
 class Verified:
-    """Compares each expert's slice with its hash when it has been read. Lanes use it at once: it
-    changes nothing after it was made."""
+    """Compares each slice of an expert with its hash when it has been read. Lanes use it at once:
+    it changes nothing after it was made."""
 
     def __init__(self, inner: Reader, layout: ModelLayout, sums: Checksums) -> None:
         """
@@ -123,21 +123,26 @@ class Verified:
             SettingsError: xxhash is not installed.
         """
         self._inner, self._hash = inner, _hash_function()
-        self._known: dict[tuple[int, int], tuple[int, str, str]] = {}  # by file and end of a slice
-        for tensor in layout.experts:
-            for expert, expected in enumerate(sums.experts[tensor.name]):
-                start, end = tensor.slice_of(expert)
-                what = f"{layout.shards[tensor.shard].path}: {tensor.name}, expert {expert}"
-                self._known[tensor.shard, end] = start, expected, what
+        self._shards, self._sums = layout.shards, sums.experts
+        self._known: dict[tuple[int, int], tuple[Piece, int]] = {}  # by file and end of a read
+        for piece in layout.pieces:
+            for expert in range(piece[0].n_expert):
+                shard, _, end = range_of(piece, expert)
+                self._known[shard, end] = piece, expert
 
     def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
         got = self._inner.read(shard, offset, view, need)
         known = self._known.get((shard, offset + need))
-        if known and got >= need and floor_block(known[0]) == offset:
-            start, expected, what = known
-            if self._hash(view[start - offset : need]) != expected:
-                raise ReadError(f"{what}: {_DIFFERS}")
+        if known and got >= need and floor_block(known[0][0].slice_of(known[1])[0]) == offset:
+            self._compare(*known, offset, view)
         return got
+
+    def _compare(self, piece: Piece, expert: int, offset: int, view: memoryview) -> None:
+        for tensor in piece:
+            start, end = tensor.slice_of(expert)
+            if self._hash(view[start - offset : end - offset]) != self._sums[tensor.name][expert]:
+                what = f"{self._shards[tensor.shard].path}: {tensor.name}, expert {expert}"
+                raise ReadError(f"{what}: {_DIFFERS}")
 
     def close(self) -> None:
         self._inner.close()

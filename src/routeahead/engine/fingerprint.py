@@ -6,17 +6,22 @@ import hashlib
 
 from routeahead.errors import ModelError
 from routeahead.experts.layout import ModelLayout
+from routeahead.experts.packed import FINGERPRINT
 
 
 def fingerprint(layout: ModelLayout) -> str:
     """SHA-256 of the names, types and places of all tensors, and of the routers' and norms' bytes.
 
     Another quantisation of the same model, or another training of the same architecture, has
-    another one; the experts themselves, which may be hundreds of GB, are not read.
+    another one; the experts themselves, which may be hundreds of GB, are not read. A packed file
+    has that of the file that it was made from.
 
     Raises:
         ModelError: the file cannot be read.
     """
+    known = layout.metadata.get(FINGERPRINT)
+    if isinstance(known, str):
+        return known
     digest = hashlib.sha256()
     for tensor in sorted(layout.tensors, key=lambda tensor: (tensor.shard, tensor.offset)):
         digest.update(f"{tensor.name} {tensor.quant} {tensor.shape} {tensor.offset}\n".encode())

@@ -116,6 +116,11 @@ class Llama(Loading):
             raise SettingsError(
                 "csv, io_trace, route_trace and policies are about streaming: not with resident"
             )
+        if self.settings.resident and self.layout.packed:
+            raise SettingsError(
+                f"{model_path}: resident: llama.cpp cannot load a packed file: give the file that "
+                "it was made from, or stream it"
+            )
         if llama.get("vocab_only"):
             self.settings = Settings(resident=True)  # there are no weights to stream
         self.offload = self._plan_offload(llama)

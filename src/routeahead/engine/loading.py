@@ -19,6 +19,7 @@ from routeahead.engine.streamed_model import Hooks, StreamedModel
 from routeahead.engine.ubatch import DEFAULT, batch_arguments
 from routeahead.errors import ModelError, RouteAheadError, SettingsError, StreamError, UseError
 from routeahead.experts.layout import MIB, ModelLayout
+from routeahead.experts.packed import ARCHITECTURE
 from routeahead.llamacpp import native_abort, native_log
 from routeahead.llamacpp.devices import devices
 from routeahead.llamacpp.placement import ExpertsInRam
@@ -114,6 +115,11 @@ class Loading(Verifying):
                 raise StreamError(
                     f"{path}: cannot stream ({error}): traces and policies are about streaming"
                 ) from error
+            if self.layout.packed:
+                raise StreamError(
+                    f"{path}: cannot stream ({error}), and a packed file cannot be loaded whole: "
+                    "use the file that it was made from"
+                ) from error
             if need > free:
                 raise StreamError(
                     f"{path}: cannot stream ({error}), and {need // MIB} MiB do not fit in the "
@@ -147,6 +153,9 @@ class Loading(Verifying):
             key = f"{self.layout.arch}.expert_used_count"
             overrides = llama.get("kv_overrides") or {}
             llama["kv_overrides"] = {**overrides, key: self.settings.n_expert_used}
+        if self.layout.packed:
+            overrides = llama.get("kv_overrides") or {}
+            llama["kv_overrides"] = {**overrides, ARCHITECTURE: self.layout.arch}
         llama.update(batch_arguments(llama, self.settings, self.layout))
         path = FileName(self.layout.shards[0].path)
         drafts = draft_model(llama.pop("draft_model", None), self.settings.lookup)
@@ -167,6 +176,7 @@ class Loading(Verifying):
                 ) from error
             reason = reasons[0] if reasons else error
             raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from error
+        self.metadata[ARCHITECTURE] = self.layout.arch  # a packed file names another one
         native_abort.remember(self, os.fspath(self.layout.shards[0].path))
         if not self._logits_all:  # the rows are nobody's, and `save_state` would copy them
             self.scores = self.scores[:DEFAULT]

@@ -16,6 +16,8 @@ from typing import Any
 import llama_cpp
 
 from routeahead.errors import ModelError, SettingsError
+from routeahead.experts.packed import ARCHITECTURE
+from routeahead.llamacpp.gguf_file import read_layout
 
 OPENING_TOKENS = 64
 """Tokens of the text that a long generation continues, if the context has room for as many."""
@@ -141,6 +143,10 @@ def open_vocabulary(path: Path) -> Iterator[Vocabulary]:
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
+    layout = read_layout(path)
+    named = _architecture(layout.arch)
+    if layout.packed:
+        params.kv_overrides = named
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise ModelError(f"{path}: llama.cpp cannot read its vocabulary")
@@ -148,6 +154,14 @@ def open_vocabulary(path: Path) -> Iterator[Vocabulary]:
         yield Vocabulary(model)
     finally:
         llama_cpp.llama_model_free(model)
+
+
+def _architecture(name: str) -> Any:
+    """For the parameters of a load: what architecture the file is to have, whatever it says."""
+    overrides: Any = (llama_cpp.llama_model_kv_override * 2)()  # the second one ends the list
+    overrides[0].tag = llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR
+    overrides[0].key, overrides[0].value.val_str = ARCHITECTURE.encode(), name.encode()
+    return overrides
 
 
 def read_text(path: Path) -> str:

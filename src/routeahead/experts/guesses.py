@@ -22,7 +22,7 @@ class Guess:
     """One expert that was guessed.
 
     Attributes:
-        reads: one a projection, each with a ticket of its own.
+        reads: that bring its projections, each with a ticket of its own.
         counts: where it is counted.
         ahead: it is for a prompt's layer, which is expected to use nearly all of its experts.
         revoked: those of them that were taken back from the lanes' queue, unread.

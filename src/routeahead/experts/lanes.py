@@ -1,4 +1,4 @@
-"""Lanes: threads that read slices from the files into the arena.
+"""Lanes: threads that read experts from the files into slots.
 
 Hand-overs between threads ("the evaluation thread" is, between two batches, whichever thread has
 borrowed the cache: `engine.ownership`):
@@ -284,14 +284,14 @@ class Lanes:
         """Reads, counts, and returns what went wrong."""
         error: BaseException | None = None
         place, expert = read.place, read.expert
-        tensor, offset, got, start = place.tensor, 0, 0, time.perf_counter()
+        offset, got, start = 0, 0, time.perf_counter()
         try:
             offset, view, need, shift = read.pool.target(place, expert, read.slot)
             self._slots.provide(view)
-            got = read_whole(self._reader, tensor.shard, offset, view, need)
+            got = read_whole(self._reader, place.shard, offset, view, need)
             if shift:
                 address = Pages.of(view).address
-                ctypes.memmove(address, address + shift, tensor.expert_bytes)
+                ctypes.memmove(address, address + shift, place.nbytes)
             self._bytes[lane] += got
             if read.kind == "ahead":
                 self._ahead_bytes[lane] += got
@@ -309,8 +309,8 @@ class Lanes:
         if self.records is not None:
             self.records.append(
                 ReadRecord(
-                    start, end, lane, read.kind, tensor.layer, expert, tensor.projection,
-                    tensor.shard, offset, got,
+                    start, end, lane, read.kind, place.layer, expert, place.projections,
+                    place.shard, offset, got,
                 )
             )  # fmt: skip
         return error

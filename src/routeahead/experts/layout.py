@@ -52,6 +52,7 @@ class TensorInfo:
         shard: index of the file that holds it.
         offset: bytes from the start of that file.
         nbytes: length in bytes.
+        stride: bytes from one expert's slice to the next, if others lie in between; else 0.
     """
 
     name: str
@@ -60,11 +61,24 @@ class TensorInfo:
     shard: int
     offset: int
     nbytes: int
+    stride: int = 0
+
+    @property
+    def end(self) -> int:
+        """Offset of the byte behind its last one."""
+        if not self.stride:
+            return self.offset + self.nbytes
+        experts = self.shape[2]
+        return self.offset + (experts - 1) * self.stride + self.nbytes // experts
 
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """One projection of one layer: `n_expert` slices of `expert_bytes` bytes, back to back."""
+    """One projection of one layer: `n_expert` slices of `expert_bytes` bytes.
+
+    From one to the next are `stride` bytes: as many, or (`experts.packed`) those of the layer's
+    other projections, too.
+    """
 
     name: str
     layer: int
@@ -74,11 +88,41 @@ class ExpertTensor:
     shard: int
     offset: int
     expert_bytes: int
+    stride: int
 
     def slice_of(self, expert: int) -> tuple[int, int]:
         """File range [start, end) of one expert, in bytes."""
-        start = self.offset + expert * self.expert_bytes
+        start = self.offset + expert * self.stride
         return start, start + self.expert_bytes
+
+    def follows(self, other: ExpertTensor) -> bool:
+        """Whether each expert's slice begins where its slice of `other` ends."""
+        return (
+            (self.layer, self.shard, self.n_expert) == (other.layer, other.shard, other.n_expert)
+            and self.offset == other.offset + other.expert_bytes
+            and self.stride == other.stride > other.expert_bytes
+        )
+
+
+Piece = Sequence[ExpertTensor]
+"""What one read brings of an expert: its slice of one tensor, or its slices of several, which stand
+side by side in the file."""
+
+
+def pieces(tensors: Iterable[ExpertTensor]) -> list[Piece]:
+    """The fewest reads that bring an expert of each layer; `tensors` as `ModelLayout.experts`."""
+    found: list[list[ExpertTensor]] = []
+    for tensor in tensors:
+        if found and tensor.follows(found[-1][-1]):
+            found[-1].append(tensor)
+        else:
+            found.append([tensor])
+    return [tuple(piece) for piece in found]
+
+
+def range_of(piece: Piece, expert: int) -> tuple[int, int, int]:
+    """(file, start, end) of one expert's bytes."""
+    return piece[0].shard, piece[0].slice_of(expert)[0], piece[-1].slice_of(expert)[1]
 
 
 @dataclass(frozen=True)
@@ -94,6 +138,11 @@ class ModelLayout:
         """Expert tensors by layer, those of a layer in the order of the file."""
         found = (_expert_tensor(tensor) for tensor in self.tensors)
         return sorted((e for e in found if e), key=lambda e: (e.layer, e.shard, e.offset))
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """What is read of an expert at once, by layer."""
+        return pieces(self.experts)
 
     @cached_property
     def dense(self) -> list[TensorInfo]:
@@ -116,6 +165,12 @@ class ModelLayout:
     def value(self, key: str) -> Any:
         """Metadata `<arch>.<key>`; None if it is absent. What differs by layer is a list."""
         return self.metadata.get(f"{self.arch}.{key}")
+
+    @property
+    def packed(self) -> bool:
+        """Whether an expert's projections stand side by side in its file, which no other program
+        can use (`experts.packed`)."""
+        return any(tensor.stride for tensor in self.tensors)
 
     @property
     def n_expert(self) -> int:
@@ -195,6 +250,7 @@ def _expert_tensor(tensor: TensorInfo) -> ExpertTensor | None:
         shard=tensor.shard,
         offset=tensor.offset,
         expert_bytes=tensor.nbytes // n_expert,
+        stride=tensor.stride or tensor.nbytes // n_expert,
     )
 
 
@@ -232,9 +288,8 @@ def check_extent(shards: Sequence[Shard], tensors: Iterable[TensorInfo]) -> None
     """
     for tensor in tensors:
         shard = shards[tensor.shard]
-        end = tensor.offset + tensor.nbytes
-        if end > shard.size:
+        if tensor.end > shard.size:
             raise ModelError(
-                f"{shard.path}: truncated: {tensor.name} ends at byte {end:,} "
+                f"{shard.path}: truncated: {tensor.name} ends at byte {tensor.end:,} "
                 f"but the file has {shard.size:,}; download it again"
             )

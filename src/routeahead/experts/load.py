@@ -13,7 +13,7 @@ _REMAINING, _ERROR = attrgetter("remaining"), attrgetter("error")
 
 @dataclass
 class Load:
-    """A layer's reads in flight: one ticket a projection.
+    """A layer's reads in flight: one ticket a projection, which those that one read brings share.
 
     Attributes:
         experts: what is being read.

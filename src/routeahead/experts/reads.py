@@ -55,10 +55,11 @@ class Ticket:
 
 
 class Read:
-    """One expert's part of one projection on its way into its slot.
+    """One expert's slice of a projection, or its slices of several that stand side by side in the
+    file, on the way into its slot.
 
     Attributes:
-        place: the projection, and where it lies in a slot.
+        place: the projections, and where they lie in a slot.
         pool, slot: where it is read into.
         ticket: who waits for it.
         kind: "demand" if a layer waits for it, "committed" if a later layer will certainly use it,
@@ -82,7 +83,7 @@ class Read:
 
     @property
     def layer(self) -> int:
-        return self.place.tensor.layer
+        return self.place.layer
 
     def claim(self) -> bool:
         """Whether an idle read is the caller's from now on: it is for the first one who asks."""
@@ -93,7 +94,7 @@ class Read:
         return True
 
     def __str__(self) -> str:
-        return f"layer {self.layer} expert {self.expert} ({self.place.tensor.projection})"
+        return f"layer {self.layer} expert {self.expert} ({self.place.projections})"
 
 
 class ReadRecord(NamedTuple):

@@ -26,7 +26,7 @@ class LayerSlots:
     """Where one layer's experts are.
 
     Attributes:
-        places: its tensors, in the order in which they are read.
+        places: of its tensors, in the order in which they are read.
         slots: of each expert; -1 if it has none.
         cells: the same memory, which is quicker than NumPy for one expert.
     """
@@ -86,17 +86,17 @@ class SlotTable:
             self._bind_slots(pool, 0)
 
     def order(self, projections: Sequence[str]) -> None:
-        """Slices are read in the order in which the graph computes the projections."""
+        """Experts are read in the order in which the graph computes the projections."""
         self._order = {projection: place for place, projection in enumerate(projections)}
         for layer in self.layers.values():
             self._sort(layer.places)
 
-    def rank(self, projection: str) -> int:
-        """The place of a projection in that order."""
-        return self._order.get(projection, 99)
+    def rank(self, place: Place) -> int:
+        """Where the first projection that a read brings stands in that order."""
+        return min(self._order.get(tensor.projection, 99) for tensor in place.tensors)
 
     def _sort(self, places: list[Place]) -> None:
-        places.sort(key=lambda place: self.rank(place.tensor.projection))
+        places.sort(key=self.rank)
 
     def slot(self, layer: int, expert: int) -> int:
         """Where an expert is to be read into. One that was guessed has a slot already."""
@@ -118,14 +118,17 @@ class SlotTable:
         return found
 
     def load(self, layer: int, experts: Sequence[int], kind: Kind) -> tuple[Load, list[Read]]:
-        """All of some experts: reads of one projection after the other, each with a ticket."""
+        """All of some experts: reads of one place after the other, each with a ticket, which is
+        that of all projections in it."""
         load, reads = Load(layer, experts), list[Read]()
         if not experts:
             return load, reads
         of = self.layers[layer]
         slots = [(expert, self.slot(layer, expert)) for expert in experts]
         for place in of.places:
-            ticket = load.tickets[place.tensor.projection] = Ticket(len(experts))
+            ticket = Ticket(len(experts))
+            for tensor in place.tensors:
+                load.tickets[tensor.projection] = ticket
             reads += [Read(place, e, of.pool, slot, ticket, kind) for e, slot in slots]
         return load, reads
 
@@ -178,5 +181,7 @@ class SlotTable:
             of = self.layers[layer]
             # A product that runs after a fault still has the experts' numbers.
             self.bound[layer] = bound = max(count, len(of.slots))
-            for tensor, start, phase in of.places:
-                self._bind(tensor.name, pool.address + start + phase, pool.stride, bound)
+            for place in of.places:
+                first = pool.address + place.start + place.phase - place.offset
+                for tensor in place.tensors:
+                    self._bind(tensor.name, first + tensor.offset, pool.stride, bound)

@@ -1,13 +1,15 @@
 """Where expert bytes live: slots in huge pages that stay whole and never move.
 
-A *slot* holds one expert: its projections, one behind the other, each with a block to spare. All
-slots of a *pool* have the same size, so a product over experts finds slot s at `data + s * stride`,
-whatever expert it holds: the graph is given slot numbers instead of expert numbers, and a stride
-that is not the file's. Layers whose experts are equally large may share a pool.
+A *slot* holds one expert: its projections, one behind the other, each with a block to spare, or all
+with one block if they stand side by side in the file (`experts.packed`). All slots of a *pool* have
+the same size, so a product over experts finds slot s at `data + s * stride`, whatever expert it
+holds: the graph is given slot numbers instead of expert numbers, and a stride that is not the
+file's. Layers whose experts are equally large may share a pool.
 
-A read of whole blocks lands in its slot with no copy if all slices of the tensor begin at the same
-place of a block, which they do if an expert's bytes are a multiple of BLOCK (GGUF aligns tensors
-to 32 bytes only). The slices of other tensors are moved down by less than a block after the read.
+A read of whole blocks lands in its slot with no copy if what is read of each expert begins at the
+same place of a block, which it does if from one expert to the next are a multiple of BLOCK bytes
+(GGUF aligns tensors to 32 bytes only). Other bytes are moved down by less than a block after the
+read.
 
 The memory is taken from the kernel when a slot is first read into and kept. Why huge pages, and why
 they must not be split: docs/architecture.md, "Pages".
@@ -20,30 +22,48 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from routeahead.experts.arena import HUGE, Pages, Reservation, protect, release
-from routeahead.experts.layout import BLOCK, ExpertTensor, ceil_block, floor_block
+from routeahead.experts.layout import (
+    BLOCK,
+    ExpertTensor,
+    Piece,
+    ceil_block,
+    floor_block,
+    pieces,
+    range_of,
+)
 
 
 class Place(NamedTuple):
-    """Where a tensor's slices lie inside the slots of its layer.
+    """Where what one read brings of an expert lies in the file, and inside the slots of its layer.
 
     Attributes:
+        tensors: of which it brings a slice each, as they follow each other.
+        projections: theirs, as in "gate+up+down".
+        offset, stride: in the file, of expert 0, and from one expert to the next.
+        nbytes: of an expert.
         start: bytes from the start of the slot to the blocks that are read.
-        phase: bytes from there to the slice.
+        phase: bytes from there to the first slice.
     """
 
-    tensor: ExpertTensor
+    tensors: Piece
+    projections: str
+    layer: int
+    shard: int
+    offset: int
+    stride: int
+    nbytes: int
     start: int
     phase: int
 
 
 class Target(NamedTuple):
-    """What a read of one slice fills.
+    """What a read of an expert fills.
 
     Attributes:
         offset: bytes from the start of the file, a whole block.
         view: whole blocks of a slot.
         need: bytes of `view` that must arrive.
-        shift: bytes by which the slice must be moved down after the read.
+        shift: bytes by which what was read must be moved down afterwards.
     """
 
     offset: int
@@ -108,9 +128,9 @@ class Pool:
         return Pages(self.address + slot * self.stride, self.stride)
 
     def target(self, place: Place, expert: int, slot: int) -> Target:
-        """Where the slice of `expert` goes if it is read into `slot`."""
-        start, end = place.tensor.slice_of(expert)
-        offset = floor_block(start)
+        """Where the bytes of `expert` go if they are read into `slot`."""
+        start = place.offset + expert * place.stride
+        end, offset = start + place.nbytes, floor_block(start)
         at = slot * self.stride + place.start
         view = self._memory[at : at + ceil_block(end) - offset]
         return Target(offset, view, end - offset, start - offset - place.phase)
@@ -120,7 +140,7 @@ class Slots:
     """The addresses of all slots, which `share_out` divides into pools.
 
     Attributes:
-        places: layer → its tensors' places in a slot.
+        places: layer → the places of its tensors in a slot.
         range: the addresses. A tensor whose data lie in there is read by slot.
         poison: a slot cannot be accessed before `provide` or after `forbid`, so that a missing wait
             is a crash and not a wrong token (for tests).
@@ -133,7 +153,7 @@ class Slots:
             by_layer.setdefault(tensor.layer, []).append(tensor)
         self.places: dict[int, list[Place]] = {n: _places(of) for n, of in by_layer.items()}
         self._experts = {layer: max(t.n_expert for t in of) for layer, of in by_layer.items()}
-        self._stride = _strides(by_layer)
+        self._stride = _strides(self.places)
         sizes = (self._nbytes([layer]) for layer in by_layer)
         self._memory = Reservation(sum(sizes), huge=True)
         self.range = self._memory.range
@@ -185,25 +205,38 @@ class Slots:
 
 
 def _places(tensors: Sequence[ExpertTensor]) -> list[Place]:
-    places, start = [], 0
-    for tensor in tensors:
-        aligned = tensor.expert_bytes % BLOCK == 0
-        places.append(Place(tensor, start, tensor.offset % BLOCK if aligned else 0))
-        start += _room(tensor)
+    places, at = [], 0
+    for piece in pieces(tensors):
+        first = piece[0]
+        shard, start, end = range_of(piece, 0)
+        places.append(
+            Place(
+                tensors=piece,
+                projections="+".join(tensor.projection for tensor in piece),
+                layer=first.layer,
+                shard=shard,
+                offset=start,
+                stride=first.stride,
+                nbytes=end - start,
+                start=at,
+                phase=start % BLOCK if first.stride % BLOCK == 0 else 0,
+            )
+        )
+        at += _room(end - start)
     return places
 
 
-def _room(tensor: ExpertTensor) -> int:
-    """Bytes of the whole blocks around any slice of the tensor."""
-    return ceil_block(tensor.expert_bytes) + BLOCK
+def _room(nbytes: int) -> int:
+    """Bytes of the whole blocks around so many, wherever in a block they begin."""
+    return ceil_block(nbytes) + BLOCK
 
 
-def _strides(by_layer: Mapping[int, Sequence[ExpertTensor]]) -> dict[int, int]:
+def _strides(places: Mapping[int, Sequence[Place]]) -> dict[int, int]:
     """Bytes of a slot by layer: equal for layers whose experts are equally large, although blocks
     may cut their projections differently."""
     largest: dict[int, int] = {}
-    size = {layer: sum(t.expert_bytes for t in of) for layer, of in by_layer.items()}
-    for layer, of in by_layer.items():
-        room = sum(map(_room, of))
+    size = {layer: sum(place.nbytes for place in of) for layer, of in places.items()}
+    for layer, of in places.items():
+        room = sum(_room(place.nbytes) for place in of)
         largest[size[layer]] = max(room, largest.get(size[layer], 0))
     return {layer: largest[nbytes] for layer, nbytes in size.items()}

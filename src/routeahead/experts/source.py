@@ -109,8 +109,8 @@ class ExpertSource:
         """Bytes of memory that slots have, in use or free. May be called on any thread."""
         planned = unread = 0
         if self.filling:
-            slices = sum(tensor.n_expert for tensor in self._layout.experts)
-            unread = self.lanes.idle_queued * self._layout.expert_bytes // slices
+            reads = sum(piece[0].n_expert for piece in self._layout.pieces)
+            unread = self.lanes.idle_queued * self._layout.expert_bytes // reads
             planned = self.filling.planned
         if self.settled is not None:
             beside = (len(self._guesses) + planned) * self._layout.largest_expert()
@@ -321,7 +321,11 @@ class ExpertSource:
         for guess in begun.values():
             if guess.landed:
                 continue
-            tickets = {read.place.tensor.projection: read.ticket for read in guess.reads}
+            tickets = {
+                tensor.projection: read.ticket
+                for read in guess.reads
+                for tensor in read.place.tensors
+            }
             adopted.append(Load(layer, (), tickets))
             for read in guess.take_revoked():
                 read.kind = kind  # it begins because the layer needs it
@@ -346,13 +350,13 @@ class ExpertSource:
         """How far early reads have come when their layer asks; no lane has begun those `queued`."""
         waiting = Counter(read.expert for read in queued)
         landing = {read.expert for read in early.reads if not read.settled}
-        each = len(early.tickets)
+        each = len(set(early.tickets.values()))  # reads that bring an expert
         self.prefetch.completed += sum(waiting[expert] < each for expert in early.experts)
         self.prefetch.landed += len(early.experts) - len(landing)
 
     def _submit_in_order(self, reads: list[Read]) -> None:
         """A layer waits for these: first what it computes with first."""
-        reads.sort(key=lambda read: self.table.rank(read.place.tensor.projection))
+        reads.sort(key=lambda read: self.table.rank(read.place))
         self.lanes.submit(reads)
 
     def _most_slots(self) -> int:

@@ -19,6 +19,7 @@ from routeahead.experts.layout import (
     check_extent,
     shard_paths,
 )
+from routeahead.experts.packed import is_packed, packed_tensors, unpacked_metadata
 from routeahead.llamacpp import ggml, native_log
 from routeahead.llamacpp.gguf_check import check_model
 from routeahead.llamacpp.gguf_metadata import Value, read_metadata
@@ -44,6 +45,9 @@ def read_layout(path: str | os.PathLike[str]) -> ModelLayout:
         tensors += _read_tensors(shard_path, index)
         shards.append(Shard(shard_path, shard_path.stat().st_size))
         metadata = values if index == 0 else metadata
+    if is_packed(metadata):
+        metadata = unpacked_metadata(first, metadata)
+        tensors = packed_tensors(first, tensors)
     check_extent(shards, tensors)
     layout = ModelLayout(shards, tensors, metadata)
     check_model(first, layout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -70,6 +71,20 @@ class Vocabulary(Counted):
 Value = int | float | bool | str | list[Any] | Counted
 
 
+@dataclass(frozen=True)
+class Header:
+    """A file's header, to be written again.
+
+    Attributes:
+        keys: each with the bytes that it takes: its name, its type and its value.
+        tensors: names in the order of the file, each with the bytes that it takes in the directory
+            but for the last 8, which are its offset.
+    """
+
+    keys: dict[str, bytes]
+    tensors: dict[str, bytes]
+
+
 def read_metadata(path: Path) -> dict[str, Value]:
     """The file's keys and values. Lists are arrays of at most `_KEPT` numbers.
 
@@ -79,6 +94,16 @@ def read_metadata(path: Path) -> dict[str, Value]:
     """
     with path.open("rb", buffering=0) as file:
         return _Walk(path, file, path.stat().st_size).metadata()
+
+
+def read_header(path: Path) -> Header:
+    """What the header is made of.
+
+    Raises:
+        ModelError, OSError: as `read_metadata`.
+    """
+    with path.open("rb", buffering=0) as file:
+        return _Walk(path, file, path.stat().st_size).header()
 
 
 class _Walk:
@@ -92,18 +117,42 @@ class _Walk:
         self._at = 0
 
     def metadata(self) -> dict[str, Value]:
+        return {key: value for key, value, _ in self._keys(self._counts()[1])}
+
+    def header(self) -> Header:
+        tensors, keys = self._counts()
+        spans = {key: bytes(self._data[start : self._at]) for key, _, start in self._keys(keys)}
+        return Header(spans, dict(self._tensor(tensors) for _ in range(tensors)))
+
+    def _counts(self) -> tuple[int, int]:
+        """Of tensors and of keys."""
         self._check_version()
         tensors, keys = (self._number(_U64, "its counts") for _ in range(2))
         room = self._size - self._at
         if keys * _LEAST_KEY + tensors * _LEAST_TENSOR > room:
             raise self._error(f"counts {keys} keys and {tensors} tensors in {room} bytes")
-        values: dict[str, Value] = {}
-        for index in range(keys):
-            key = self._name(f"key {index + 1} of {keys}")
-            if key in values:
+        return tensors, keys
+
+    def _keys(self, count: int) -> Iterator[tuple[str, Value, int]]:
+        """(key, value, where the key begins)."""
+        known = set[str]()
+        for index in range(count):
+            start = self._at
+            key = self._name(f"key {index + 1} of {count}")
+            if key in known:
                 raise self._error(f"has the key {key} twice")
-            values[key] = self._value(key)
-        return values
+            known.add(key)
+            yield key, self._value(key), start
+
+    def _tensor(self, count: int) -> tuple[str, bytes]:
+        """A tensor's name, and what is in the directory before its offset."""
+        what, start = f"the list of {count} tensors", self._at
+        name = self._bytes(self._length(what), what).decode(errors="replace")
+        dimensions = self._number(_U32, what)
+        self._bytes(dimensions * _U64.size + _U32.size, what)  # and the type
+        entry = bytes(self._data[start : self._at])
+        self._number(_U64, what)
+        return name, entry
 
     def _check_version(self) -> None:
         magic = self._bytes(4, "its first bytes")

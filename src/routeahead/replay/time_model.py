@@ -31,6 +31,7 @@ class Machine:
         latency_s: seconds that a read takes before its first byte.
         lanes: reads in flight at most.
         route_ahead: layers by which the routing is known ahead; 0 is the model's own routing.
+        reads: that bring an expert: one for each projection, or one for all (of a packed file).
         overlap: a projection computes as soon as its own slices have arrived.
         expert_share: share of `compute_s` for the experts' projections, in equal parts; the rest
             comes before the top-k. A decoded token computes about as long as its weights take to
@@ -43,6 +44,7 @@ class Machine:
     latency_s: float = 0.0001
     lanes: int = Settings.io_threads
     route_ahead: int = 0
+    reads: int = PROJECTIONS
     overlap: bool = True
     expert_share: float = 0.6
 
@@ -57,8 +59,9 @@ class Machine:
         for name in ("compute_s", "latency_s", "route_ahead"):
             if not getattr(self, name) >= 0:
                 raise SettingsError(f"{name} is {getattr(self, name)}: give 0 or more")
-        if self.lanes < 1:
-            raise SettingsError(f"lanes is {self.lanes}: give 1 or more")
+        for name in ("lanes", "reads"):
+            if not getattr(self, name) >= 1:
+                raise SettingsError(f"{name} is {getattr(self, name)}: give 1 or more")
         if not 0 <= self.expert_share <= 1:
             raise SettingsError(f"expert_share is {self.expert_share}: give 0 to 1")
         return self
@@ -86,7 +89,7 @@ class TimeModel:
 def simulate(trace: RouteTrace, misses_by_batch: Sequence[int], machine: Machine) -> TimeModel:
     """The time that decoding takes if as many experts of each batch are missing.
 
-    A missing expert is `PROJECTIONS` reads of equal size. They are demand reads, queued at the
+    A missing expert is `machine.reads` reads of equal size. They are demand reads, queued at the
     layer's own top-k, or with route-ahead N committed reads, queued at the top-k N layers before.
     The first N layers of a token read on demand. What reads take from compute is not modelled:
     measure `compute_s` while streaming.
@@ -103,10 +106,7 @@ def simulate(trace: RouteTrace, misses_by_batch: Sequence[int], machine: Machine
         raise TraceError("the trace has no decoded token: nothing to time")
     return _mean(
         [
-            [
-                _Layer(misses_by_batch[i], trace.expert_bytes[trace.batches[i].layer] / PROJECTIONS)
-                for i in token
-            ]
+            [_Layer(misses_by_batch[i], trace.expert_bytes[trace.batches[i].layer]) for i in token]
             for token in tokens
         ],
         machine,
@@ -133,7 +133,7 @@ def simulate_rate(
             owed += (1 - hit_rate) * top_k
             misses = min(top_k, int(owed + 1e-9))
             owed -= misses
-            layers.append(_Layer(misses, size / PROJECTIONS))
+            layers.append(_Layer(misses, size))
         tokens.append(layers)
     return _mean(tokens, machine)
 
@@ -147,15 +147,15 @@ def _mean(tokens: Sequence[Sequence[_Layer]], machine: Machine) -> TimeModel:
 
 @dataclass(frozen=True)
 class _Layer:
-    """The reads of one layer of a token: `misses` slices of each projection."""
+    """What one layer of a token has to read: `misses` experts of `expert_bytes`."""
 
     misses: int
-    slice_bytes: float
+    expert_bytes: float
 
 
 @dataclass
 class _Slices:
-    """The slices of one projection that a layer is missing."""
+    """What a layer is missing of one projection, or of all, if one read brings them."""
 
     remaining: int
     arrived_s: float = 0.0  # when the latest of them arrived
@@ -184,11 +184,11 @@ class _Lanes:
         Committed reads wait until no demand read is queued. They keep their place when their own
         layer needs them, because those of earlier layers have all begun by then.
         """
-        projections = [_Slices(layer.misses) for _ in range(PROJECTIONS)]
+        parts = [_Slices(layer.misses) for _ in range(self._machine.reads)]
         queue = self._committed if committed else self._demand
-        for slices in projections:
-            queue.extend([(slices, layer.slice_bytes)] * layer.misses)
-        return projections
+        for slices in parts:
+            queue.extend([(slices, layer.expert_bytes / len(parts))] * layer.misses)
+        return parts
 
     def advance(self, now: float) -> None:
         """Begins all queued reads that begin before `now`; later submissions begin later."""
@@ -243,15 +243,15 @@ class _Clock:
                 reads[index + ahead] = self.lanes.submit(layers[index + ahead], committed=True)
             self._compute(reads.pop(index), experts_s)
 
-    def _compute(self, projections: Sequence[_Slices], experts_s: float) -> None:
+    def _compute(self, parts: Sequence[_Slices], experts_s: float) -> None:
         if not self._machine.overlap:
-            for slices in projections:
+            for slices in parts:
                 self._wait(slices)
             self.now += experts_s
             return
-        for slices in projections:
+        for slices in parts:
             self._wait(slices)
-            self.now += experts_s / PROJECTIONS
+            self.now += experts_s / len(parts)
 
     def _wait(self, slices: _Slices) -> None:
         stall_s = max(0.0, self.lanes.wait(slices) - self.now)
