@@ -130,7 +130,9 @@ def test_the_budget_counts_window_and_buffer(large: Path) -> None:
     budget, window = llm.streamed.budget, llm.streamed.stream._window
     assert free > 1 << 30
     extra = [buffer_bytes(llm.layout, n, 4096, flash_attention=False) for n in (2048, 512)]
-    assert budget._beside == llm.source.window + extra[0] - extra[1] > llm.layout.layer_bytes()
+    beside = llm.source.window + llm.source.cache.spare
+    assert budget._beside == beside + extra[0] - extra[1]
+    assert llm.source.window == llm.source.cache.spare == llm.layout.layer_bytes()
     assert budget._held() == 0
     llm.eval(np.random.default_rng(4).integers(3, 259, size=1011).tolist())
     assert budget._held() == llm.source.held + window.buffer(1011) > llm.source.cache.used

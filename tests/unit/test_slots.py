@@ -86,7 +86,7 @@ def test_layers_of_one_size_have_slots_of_one_size() -> None:
 
 
 def test_the_lowest_free_slot_is_taken_and_the_end_given_back() -> None:
-    slots = Slots([tensor(0, "up", 0, HUGE)])
+    slots = Slots([tensor(0, "up", 0, HUGE - BLOCK)])
     (pool,) = slots.share_out([[0]])
     assert [pool.take() for _ in range(4)] == [0, 1, 2, 3]
     for slot in (3, 0, 2):
@@ -96,10 +96,30 @@ def test_the_lowest_free_slot_is_taken_and_the_end_given_back() -> None:
     pool.shrink()
     assert pool.count == 2  # slot 1 is in use
     kept = pool.target(slots.places[0][0], 0, 0).view
-    assert bytes(kept[:3]) == b"abc"
+    assert bytes(kept[:3]) == bytes(3)  # it was the whole of a page
     gone = pool.target(slots.places[0][0], 3, 3).view
     assert bytes(gone[:3]) == bytes(3)
     assert [pool.take() for _ in range(3)] == [0, 2, 3]
+
+
+def test_between_slots_in_use_whole_pages_are_given_back() -> None:
+    """A page that is part of a slot in use stays, and so does a slot that has it."""
+    slots = Slots([ExpertTensor("t", 0, "up", "F32", 10, 0, 0, HUGE // 2, HUGE // 2)])
+    (pool,) = slots.share_out([[0]])
+    assert len([pool.take() for _ in range(10)]) * pool.stride == pool.held
+    (place,) = slots.places[0]
+    for slot in range(10):
+        pool.target(place, 0, slot).view[:3] = b"abc"
+    for slot in range(1, 9):
+        pool.give(slot)
+    pool.shrink()
+    ends = [range(n * pool.stride, (n + 1) * pool.stride) for n in range(10)]
+    gone = [n for n in range(10) if ends[n].start >= HUGE and ends[n].stop <= 4 * HUGE]
+    assert 1 < len(gone) < 8 and pool.held == (10 - len(gone)) * pool.stride
+    kept = [n for n in range(10) if bytes(pool.target(place, 0, n).view[:3]) == b"abc"]
+    assert {0, 1, 9} <= set(kept) and not set(kept) & set(gone)
+    taken = [pool.take() for _ in range(8)]
+    assert taken == [*range(1, 9)] and pool.held == 10 * pool.stride
 
 
 def test_a_budget_is_divided_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

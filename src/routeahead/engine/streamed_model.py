@@ -244,6 +244,9 @@ class StreamedModel:
         room = available_bytes() - layout.layer_bytes() - buffer(context.n_ubatch)
         spare = room // 8 if size == "auto" else room - size * MIB - FIXED_HEADROOM
         source.window = max(0, min(layout.layer_bytes(), WINDOW, spare))
+        if size != "auto":  # which reserves a layer; here, it is what memory has room for
+            beside = layout.layer_bytes() + min(0, spare - FIXED_HEADROOM)
+            source.cache.spare = max(0, beside) if size * MIB < layout.expert_bytes else 0
         return Window(source, experts, ubatch=context.n_ubatch, buffer=buffer)
 
     def _make_policies(self, source: ExpertSource) -> Policies:
@@ -275,8 +278,8 @@ class StreamedModel:
                 f"{-(-least // MIB)}, or 0 for none, or force it with force_cache"
             )
         # A prompt may take one layer beyond the budget; so may what is read before its layer asks.
-        # Who chooses a size has chosen that, too, but not what is read ahead for prompts, nor their
-        # compute buffer.
+        # Who chooses a size has chosen the latter, too, and a layer that is larger than the cache,
+        # but not what stands beside the cache in prompts, nor their compute buffer.
         ahead = settings.route_ahead or settings.prefetch or int(settings.predict_prefetch)
         of_row = self._top_k + max(0, settings.route_ahead_candidates or 0)
         each = min(layout.n_expert, of_row * (1 + settings.lookup))  # of a layer
@@ -289,7 +292,7 @@ class StreamedModel:
             floor=max(least, (settings.cache_floor_mb or 0) * MIB),
             beside=source.window
             + window.buffer(window.ubatch)
-            + (layout.layer_bytes() + early if size == "auto" else 0),
+            + (layout.layer_bytes() + early if size == "auto" else source.cache.spare),
             held=lambda: source.held + window.buffer(window.most),
             short=source.lanes.pause,
             resize=source.resize,

@@ -26,6 +26,8 @@ PART_SLOTS = 1024
 """Experts of a part, about. A product over experts takes 6 ns for each slot that its layer's pool
 has, used or not: here, 1 % of a token."""
 
+_NO_LIMIT = 1 << 62
+
 
 @dataclass
 class _Part:
@@ -49,9 +51,15 @@ class ExpertCache:
     whose experts are equally large, at most about `PART_SLOTS` experts together, so that a part's
     experts can share slots of one size. Each part has an eviction of its own.
 
-    One *batch* is what a layer needs at one moment: a token's top-k, or the union over a prompt's
-    rows. Its experts stay until the next batch even if they exceed the budget, because the layer
-    is about to compute with them; `lookup` of the next batch first evicts the excess.
+    One *batch* is what a layer needs at one moment: a token's top-k, or the union over the rows of
+    a prompt or of guesses to verify. Its experts stay until the next batch even if they exceed the
+    budget, because the layer is about to compute with them; the next `lookup` evicts the excess.
+
+    What a batch of several rows was missing stands beside the budget until then, as far as `spare`
+    allows, so that nothing is evicted for what the next lookup may find to be the first to go: of
+    the layers of a prompt, which come round once in each of its ubatches, that is the latest. It is
+    so for few rows, too: a batch of them leaves what its rows make likely. For one row nothing is
+    ever beside: what a token has just used is seldom what goes first.
 
     Experts *admitted early*, for a layer that comes later, do not count against the budget until
     that layer looks them up, so that nothing is evicted for them before it would be if they were
@@ -64,6 +72,7 @@ class ExpertCache:
     Attributes:
         budget: bytes, without that excess and without what was admitted early. Setting it divides
             it anew, and empties the cache; `resize` does neither.
+        spare: bytes of one batch that may stand beside it; all of them, unless it is set.
         emptied: how often that happened.
         hits, misses, evictions, rereads: totals; a re-read is a miss of what was read before.
     """
@@ -73,6 +82,7 @@ class ExpertCache:
     ) -> None:
         self.hits = self.misses = self.evictions = self.rereads = self.emptied = 0
         self._bytes, self._make_eviction = bytes_by_layer, make_eviction
+        self.spare = _NO_LIMIT
         self._read_before: dict[int, set[int]] = {layer: set() for layer in bytes_by_layer}
         self._batch_layer = -1  # the layer that computes now
         self._early: dict[int, dict[int, bool]] = {}  # layer → expert → whether it was absent
@@ -149,13 +159,16 @@ class ExpertCache:
     def lookup(self, layer: int, experts: Sequence[int], rows: Ids | None = None) -> Outcome:
         """Marks a batch of distinct `experts` of `layer` as used and admits those that are absent.
 
-        Returns the misses, in the order given, and the victims evicted for them. Victims are never
-        part of the batch, and nothing still computes with them, because the graph runs a layer only
-        after everything before it.
+        Returns the misses, in the order given, and the victims evicted for them and for what the
+        batch before had in excess. None is of this batch, unless it has one row and the one before
+        had an excess: then it is a miss, too. Nothing still computes with victims, because the
+        graph runs a layer only after everything before it.
 
         Args:
             rows: int32 (rows, top-k), the experts of each row of the batch; None if it has one row.
         """
+        if not experts and layer not in self._early:
+            return Outcome()  # of a prompt's rows, the last layer may see none: that is no batch
         part, victims = self._parts[layer], list[Key]()
         last, self._batch_layer = self._batch_layer, -1
         previous = self._parts.get(last, part)
@@ -163,13 +176,15 @@ class ExpertCache:
             self._let_go(last)
         if previous is not part:
             self._evict(previous, victims)
-        self._evict(part, victims)
+        if rows is None:
+            self._evict(part, victims)
         early, counted = self._early.get(layer), 0
         if early:
             part.beside -= self._bytes[layer] * sum(early.values())
             counted = len([expert for expert in experts if early.get(expert)])
         room = part.budget + part.beside - part.used
-        misses, gone = part.entries.use(layer, experts, rows, room)
+        spare = 0 if rows is None else self.spare
+        misses, gone = part.entries.use(layer, experts, rows, room, spare)
         if misses:
             self._read(part, layer, misses)
         if gone:

@@ -46,9 +46,9 @@ _NONE, _UNKNOWN = -1, -2
 _TABLE, _SUCCESSORS, _BEFORE, _FLAGS, _FIRST, _SIZES, _BATCH, _ROWS, _FOUND = range(9)
 (
     _LAYERS, _WIDTH, _BATCH_LINE, _VISITS,  # of the eviction
-    _LINE, _COUNT, _ROW_COUNT, _ROW_WIDTH, _ROOM,  # of a call
+    _LINE, _COUNT, _ROW_COUNT, _ROW_WIDTH, _ROOM, _SPARE,  # of a call
     _ABSENT, _GONE,  # what it found
-) = range(11)  # fmt: skip
+) = range(12)  # fmt: skip
 
 Call = Callable[[int, int], None]
 
@@ -84,7 +84,7 @@ class Decay:
         self._flags, self._first = [line.data for line in flags], first.data  # quick for one entry
 
     def use(
-        self, layer: int, experts: Sequence[int], rows: Ids | None, room: int
+        self, layer: int, experts: Sequence[int], rows: Ids | None, room: int, spare: int = 0
     ) -> tuple[list[int], list[Key]]:
         count, shape = len(experts), (1, len(experts))
         self._batch[:count] = [*experts]
@@ -93,7 +93,7 @@ class Decay:
             rows = np.ascontiguousarray(rows, np.int32)
             address, shape = rows.ctypes.data, rows.shape
         self._addresses[_ROWS] = address
-        self._numbers[_LINE : _ROOM + 1] = [self._line[layer], count, *shape, room]
+        self._numbers[_LINE : _SPARE + 1] = [self._line[layer], count, *shape, room, spare]
         self._used(*self._given)
         absent = self._numbers[_ABSENT]
         self._entries += absent
@@ -191,7 +191,7 @@ def _use(addresses: Any, numbers: Any) -> Any:
             flags[line, expert] |= _HERE | _IN_BATCH
     state[_ABSENT] = absent
     sizes = carray(addresses[_SIZES], (state[_LAYERS],), np.int64)
-    excess = absent * sizes[line] - state[_ROOM]
+    excess = max(0, absent * sizes[line] - state[_SPARE]) - state[_ROOM]
     state[_GONE] = _remove(excess, sizes, table, flags, first, found[absent:])
 
 

@@ -20,16 +20,17 @@ class Eviction(Protocol):
     """The entries of some layers, and which of them go first."""
 
     def use(
-        self, layer: int, experts: Sequence[int], rows: Ids | None, room: int
+        self, layer: int, experts: Sequence[int], rows: Ids | None, room: int, spare: int = 0
     ) -> tuple[list[int], list[Key]]:
         """The layer's batch uses distinct `experts`, which it has from now on.
 
-        Entries that are neither held nor of this batch are then removed, until what was absent has
-        `room` bytes or none of them is left.
+        Entries that are neither held nor of this batch are then removed, until what was absent,
+        apart from `spare` bytes of it, has `room` bytes or none of them is left.
 
         Args:
             rows: int32 (rows, top-k), what each row of the batch uses; None if it has one row.
             room: bytes that are free before; negative if the budget is exceeded.
+            spare: bytes that may stand beside the budget.
 
         Returns the experts that were absent, in order, and the keys of what was removed.
         """
@@ -76,7 +77,7 @@ class LRU:
         self._held: dict[int, Collection[int]] = {}  # by layer
 
     def use(
-        self, layer: int, experts: Sequence[int], rows: Ids | None, room: int
+        self, layer: int, experts: Sequence[int], rows: Ids | None, room: int, spare: int = 0
     ) -> tuple[list[int], list[Key]]:
         entries, absent = self._entries, list[int]()
         for expert in experts:
@@ -86,7 +87,7 @@ class LRU:
             else:
                 entries[key] = None
                 absent.append(expert)
-        excess = self._sizes[layer] * len(absent) - room
+        excess = max(0, self._sizes[layer] * len(absent) - spare) - room
         return absent, self._remove(excess, layer, experts) if excess > 0 else []
 
     def admit(self, layer: int, experts: Sequence[int], *, needed: bool = True) -> list[int]:

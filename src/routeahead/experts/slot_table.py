@@ -106,8 +106,8 @@ class SlotTable:
             if self.settled is not None:
                 slot = expert
             else:
-                before, slot = of.pool.count, of.pool.take()
-                if of.pool.count > before:
+                before, slot = of.pool.held, of.pool.take()
+                if of.pool.held > before:
                     self._grew(layer, of.pool)
             of.cells[expert] = slot
         return slot
@@ -170,7 +170,7 @@ class SlotTable:
     def _make_room(self, pool: Pool) -> None:
         """If a prompt makes a pool grow beyond its part of the cache, the others give back what
         an earlier layer of it made them take."""
-        if sum(one.count * one.stride for one, _ in self.pools) > self._most():
+        if self.held > self._most():
             for one, _ in self.pools:
                 if one is not pool:
                     one.shrink()

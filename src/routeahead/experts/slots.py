@@ -18,7 +18,8 @@ they must not be split: docs/architecture.md, "Pages".
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from routeahead.experts.arena import HUGE, Pages, Reservation, protect, release
@@ -88,6 +89,7 @@ class Pool:
         self._memory, self.address, self.stride = memory, address, stride
         self._free: list[int] = []
         self._empty: set[int] = set()  # those of them that have no memory
+        self._given = False  # a slot was, since `shrink`
         self.count = 0
 
     @property
@@ -104,10 +106,15 @@ class Pool:
         return self.count - 1
 
     def give(self, slot: int) -> None:
+        self._given = True
         heapq.heappush(self._free, slot)
 
     def shrink(self) -> None:
-        """Returns the memory of the free slots at the end to the kernel."""
+        """Returns the memory of free slots to the kernel: of those at the end, and between slots in
+        use whole huge pages, so that none is split."""
+        if not self._given:
+            return
+        self._given = False
         free, before = set(self._free), self.count
         while self.count - 1 in free:
             self.count -= 1
@@ -115,6 +122,11 @@ class Pool:
         self._free, self._empty = sorted(free), self._empty & free
         first, last = (-(-n * self.stride // HUGE) * HUGE for n in (self.count, before))
         release(Pages(self.address + first, last - first))
+        for begin, end in _runs(self._free):
+            first, last = -(-begin * self.stride // HUGE) * HUGE, end * self.stride // HUGE * HUGE
+            if last > first:
+                release(Pages(self.address + first, last - first))
+                self._empty.update(range(-(-first // self.stride), last // self.stride))
 
     def give_back(self) -> None:
         """Returns the memory of all free slots to the kernel. A huge page that is part of two slots
@@ -202,6 +214,13 @@ class Slots:
         """Room for all experts of layers of one size, in whole huge pages."""
         needed = sum(self._experts[layer] * self._stride[layer] for layer in layers)
         return -(-needed // HUGE) * HUGE
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first of each run of consecutive ascending numbers, and the one behind its last."""
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        yield members[0], members[-1] + 1
 
 
 def _places(tensors: Sequence[ExpertTensor]) -> list[Place]:

@@ -1,9 +1,10 @@
 """Which experts stay in memory: eviction policies to compare with the engine's.
 
-LRU and decay are the engine's own, so that a replay and a run agree exactly. The others do as they
-do: a batch's experts are looked up and admitted together, then entries outside of the batch are
-evicted until the budget holds. What the batch itself has in excess is evicted when the next lookup
-begins.
+LRU and decay are the engine's own, so that a replay and a run agree exactly (unless memory has no
+room for a layer beside a cache of a chosen size: `ExpertCache.spare`). The others do as they do: a
+batch's experts are looked up and admitted together, then entries outside of the batch are evicted
+until the budget holds. What the batch itself has in excess, and whatever a batch of several rows
+was missing, is evicted at the next lookup.
 """
 
 from __future__ import annotations
@@ -66,12 +67,18 @@ class RankedCache(ABC):
     def lookup(self, layer: int, experts: Sequence[int], rows: Ids | None = None) -> Outcome:
         """See `ExpertCache.lookup`."""
         outcome = Outcome()
-        self._evict(outcome.victims)
+        if rows is None:
+            self._evict(outcome.victims)
         batch = [(layer, expert) for expert in experts]
         outcome.misses = [key[1] for key in batch if key not in self._ranks]
         self._ranks.update(dict.fromkeys(batch))
-        self.used += self._bytes[layer] * len(outcome.misses)
-        self._evict(outcome.victims)
+        absent = self._bytes[layer] * len(outcome.misses)
+        if rows is None:
+            self.used += absent
+            self._evict(outcome.victims)
+        else:
+            self._evict(outcome.victims)
+            self.used += absent
         for key in batch:
             rank = self._ranks[key] = self.rank(key)
             heapq.heappush(self._queue, (rank, key))
