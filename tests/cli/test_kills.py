@@ -137,16 +137,19 @@ def packs(tmp_path: Path, kills: int, seed: int) -> dict[str, int]:
     folder, undisturbed = tmp_path / "here", tmp_path / "undisturbed.gguf"
     folder.mkdir()
     took = command("pack", DEFAULT_MODEL, undisturbed)
-    out, content = folder / "out.gguf", undisturbed.read_bytes()
+    out, content, complete = folder / "out.gguf", undisturbed.read_bytes(), 0
 
     def check() -> None:
-        assert not out.exists() or out.read_bytes() == content
-        assert {path.name for path in folder.iterdir()} <= {"out.gguf", "out.gguf.partial"}
+        nonlocal complete
+        if out.exists():  # a signal may come when it is written, and before the command has ended
+            assert out.read_bytes() == content
+            out.unlink()
+            complete += 1
+        assert {path.name for path in folder.iterdir()} <= {"out.gguf.partial"}
 
     line = ["pack", DEFAULT_MODEL, out]
-    counts = Campaign(line, check, out.unlink, took).run(random.Random(seed), kills)
-    assert [path.name for path in folder.iterdir()] == ["out.gguf"]
-    assert out.read_bytes() == content
+    counts = Campaign(line, check, lambda: None, took).run(random.Random(seed), kills)
+    assert complete > counts.get("ended", 0) and not list(folder.iterdir())
     return counts
 
 

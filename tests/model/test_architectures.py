@@ -21,10 +21,11 @@ from support.llama_library import LlamaLibrary
 from support.reference import Resident
 from support.speculation import Fortune, Spy, text
 
-from routeahead import Llama, SettingsError
+from routeahead import Llama, ModelError, SettingsError
 from routeahead.cli.inspect import facts
 from routeahead.doctor.device import OnDevice
 from routeahead.engine.offload import plan
+from routeahead.engine.packing import write_packed
 from routeahead.engine.streamed_model import Hooks
 from routeahead.llamacpp.eval_callback import layer_of
 from routeahead.llamacpp.gguf_file import read_layout
@@ -79,6 +80,26 @@ def written(llama_library: LlamaLibrary, tmp_path_factory: pytest.TempPathFactor
 )
 def test_as_the_page_says(written: Write, name: str) -> None:
     assert Examination(name, written(name)).row() == ROWS[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in DAILY else [pytest.mark.slow]) for n in MODELS],
+)
+def test_packed(written: Write, tmp_path: Path, name: str) -> None:
+    """The logits of the original, resident, with every cache, and one read an expert."""
+    path, target = written(name), tmp_path / "packed.gguf"
+    layout = read_layout(path)
+    if not layout.experts:
+        with pytest.raises(ModelError, match="has no experts"):
+            write_packed(path, target)
+        return
+    write_packed(path, target)
+    assert len(read_layout(target).pieces) == len(layout.moe_layers)
+    resident = Resident(path, n_ctx=CONTEXT, threads=1)
+    if resident.has_memory:
+        Examination(name, target).same([resident.evaluate(batches) for batches in PROMPTS])
+    resident.close()
 
 
 def test_the_page_is_what_its_rows_make() -> None:

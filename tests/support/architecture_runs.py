@@ -76,7 +76,7 @@ class Examination:
             same = self._embeds()
             note = "no KV cache: `embed` works, generating is refused"
             return Row(self._name, layers, top_k, same, "", "", "", "", note)
-        same, routed = self._same(expected)
+        same, routed = self.same(expected)
         if not routed:
             return Row(self._name, layers, top_k, same, "", "", "", "", "its graph uses no experts")
         predicted = self._predicted()
@@ -103,8 +103,8 @@ class Examination:
                 np.testing.assert_array_equal(evaluate(llm, batches), logits)
         return Row(self._name, "0", "", "", "", "", "", "", "has no experts: loaded whole")
 
-    def _same(self, expected: Sequence[Logits]) -> tuple[str, bool]:
-        """Also whether the graph routes at all."""
+    def same(self, expected: Sequence[Logits]) -> tuple[str, bool]:
+        """Compares the logits of PROMPTS, with each cache. Also whether the graph routes at all."""
         decoded = sum(len(batches) - 1 for batches in PROMPTS)
         for cell in CELLS:
             with self._load(cell) as llm:

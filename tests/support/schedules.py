@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from routeahead import Llama, ReadError
+from routeahead.engine.packing import write_packed
 from routeahead.engine.streamed_model import Hooks
 from routeahead.experts.reader import Reader
 from support import models
@@ -148,10 +149,13 @@ class Borrower(threading.Thread):
         self.join()
 
 
-def run(folder: Path, loads: int, each: int, seed: int, *, borrow: bool = False) -> dict[str, int]:
+def run(
+    folder: Path, loads: int, each: int, seed: int, *, borrow: bool = False, packed: bool = False
+) -> dict[str, int]:
     """`each` schedules on each of `loads` loads; how many of each kind there were.
 
-    With `borrow`, another thread resizes the cache between batches, and no signal strikes.
+    With `borrow`, another thread resizes the cache between batches, and no signal strikes. With
+    `packed`, an expert is one read.
     """
     rng = random.Random(seed)
     made = scripts(rng)
@@ -159,6 +163,11 @@ def run(folder: Path, loads: int, each: int, seed: int, *, borrow: bool = False)
     for name, spec in SPECS.items():
         (folder / name).mkdir()
         paths[name] = models.write(folder / name / "model.gguf", spec)
+    streamed = dict(paths)
+    if packed:
+        streamed = {name: path.with_name("packed.gguf") for name, path in paths.items()}
+        for name, path in paths.items():
+            write_packed(path, streamed[name])
     expected, counts = Expected(paths, made), dict.fromkeys(("compared", "cut", "struck"), 0)
     counts |= dict.fromkeys(("borrowed", "refused"), 0)
     for number in range(loads):
@@ -171,7 +180,7 @@ def run(folder: Path, loads: int, each: int, seed: int, *, borrow: bool = False)
             return readers[0]
 
         llm = Llama(
-            paths[name],
+            streamed[name],
             n_ctx=CONTEXT,
             n_batch=CONTEXT,
             n_threads=1,
