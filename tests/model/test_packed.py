@@ -22,6 +22,7 @@ from support.library import PROMPTS, Library, evaluate, with_budget
 from support.readers import Delayed, Failing, disk_error
 
 from routeahead import Llama, ModelError, ReadError, SettingsError
+from routeahead.engine import packing
 from routeahead.engine.checksums import read_checksums, write_checksums
 from routeahead.engine.fingerprint import fingerprint
 from routeahead.engine.packing import write_packed
@@ -75,6 +76,16 @@ def test_every_weight_has_its_bytes(library: Library, name: str, shards: int) ->
     ranges = sorted(read + [(tensor.offset, tensor.end) for tensor in after.dense])
     assert all(a[1] <= b[0] for a, b in pairwise(ranges))
     assert len(after.pieces) == len(after.moe_layers)
+
+
+@pytest.mark.parametrize("nbytes", [BLOCK, 20_000, 70_000])
+def test_a_layer_is_written_in_pieces(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """Of an expert, of several, of some and a rest; elsewhere all fit in one."""
+    monkeypatch.setattr(packing, "_PIECE", nbytes)
+    write_packed(library.path(NAME, 2), tmp_path / "out.gguf")
+    assert (tmp_path / "out.gguf").read_bytes() == library.packed(NAME, 2).read_bytes()
 
 
 @pytest.mark.parametrize(("name", "shards"), [("gemma4", 1), (NAME, 2)])
