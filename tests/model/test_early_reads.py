@@ -301,8 +301,7 @@ def test_fault_inside_of_route_ahead(
     assert policy
     predictions = policy.predictions
     expected = evaluate(llm, batches)
-    owner = predictions._predictor if call == "_rank" else predictions
-    original, calls = getattr(owner, call), 0
+    original, calls = getattr(predictions, call), 0
 
     def faulty(*arguments: object) -> object:
         nonlocal calls
@@ -311,7 +310,7 @@ def test_fault_inside_of_route_ahead(
             raise MemoryError
         return original(*arguments)
 
-    monkeypatch.setattr(owner, call, faulty)
+    monkeypatch.setattr(predictions, call, faulty)
     with pytest.raises(MemoryError):
         evaluate(llm, batches)
     monkeypatch.undo()

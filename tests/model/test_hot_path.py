@@ -7,6 +7,7 @@ from memory again, so it is the number of calls that a routing's management cost
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,23 +51,22 @@ def land_in_time(source: ExpertSource, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_and_wait(layer: int, experts: Sequence[int]) -> None:
         read_early(layer, experts)
         for ticket in source._early[layer].tickets.values() if layer in source._early else ():
-            with ticket._settled:
-                pass
+            while ticket.remaining:
+                time.sleep(0)
 
     monkeypatch.setattr(source, "read_early", read_and_wait)
 
 
 @pytest.mark.parametrize("policy", ["lru", "decay"])
-@pytest.mark.parametrize(("depth", "most"), [(0, 64), (2, 125)])
+@pytest.mark.parametrize(("depth", "most", "locks"), [(0, 64, 3), (2, 106, 1)])
 def test_calls_and_locks_of_a_routing(
-    load: Load, monkeypatch: pytest.MonkeyPatch, policy: str, depth: int, most: int
+    load: Load, monkeypatch: pytest.MonkeyPatch, policy: str, depth: int, most: int, locks: int
 ) -> None:
     """Half of the experts cached; without overlap, where each routing is one stop."""
     llm = with_budget(load, "qwen3moe", 0.5, cache_policy=policy, route_ahead=depth, overlap=False)
     assert llm.source
     land_in_time(llm.source, monkeypatch)
     cache, layers = llm.source.cache, len(llm.layout.moe_layers)
-    projections = len({tensor.projection for tensor in llm.layout.experts})
     evaluate(llm, token_batches(1))
     missed, batches = cache.misses, token_batches(2, prompt=1, decode=40)
     with counted() as calls:
@@ -74,5 +74,6 @@ def test_calls_and_locks_of_a_routing(
     routings = len(batches) * layers
     assert cache.misses - missed > routings
     assert calls[OURS] <= most * routings
-    # A layer's reads have one ticket for each projection, however many they are.
-    assert calls["allocate_lock"] <= projections * routings
+    # A lock for each of the three projections that a layer waits for, and what has landed when its
+    # layer asks needs none: of a token, the first two layers alone wait.
+    assert calls["allocate_lock"] <= locks * routings

@@ -52,7 +52,7 @@ def products(llm: Llama) -> list[int]:
 
         return noting
 
-    for name in ("predict", "own", "rank"):
+    for name in ("predict", "best", "own", "rank"):
         setattr(ranker, name, note(getattr(ranker, name)))
     return layers
 

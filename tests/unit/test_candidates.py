@@ -90,10 +90,8 @@ def test_the_policy_reads_all_candidates_and_commits_the_routers_best() -> None:
         def seen(self, layer: int) -> bool:
             return True
 
-        def predict(self, layer: int, hidden: object, more: int = 0):  # type: ignore[no-untyped-def]
-            from routeahead.routing.policy import Ranking
-
-            return Ranking(ids(*[0, 4, 2, 3, 1, 5][: 3 + more]))
+        def best(self, layer: int, hidden: object, more: int = 0):  # type: ignore[no-untyped-def]
+            return ids(*[0, 4, 2, 3, 1, 5][: 3 + more])
 
     reads, ranker = Reads(held=(5,)), Predicts()
     options = RouteAheadSettings(route_ahead=1, route_ahead_candidates=1)

@@ -331,3 +331,52 @@ def test_cancel_settles_idle_reads_that_are_queued() -> None:
         pass
     assert ticket.error and reader.order == [1]  # the third is its owner's
     lanes.close()
+
+
+def before_line(function: Callable[..., object], line: int, act: Callable[[], None]) -> None:
+    """On this thread, `act` happens before the line of that number that `function` runs, from 0."""
+    left = line
+
+    def trace(frame: FrameType, event: str, argument: object) -> object:
+        nonlocal left
+        if frame.f_code is not function.__code__:
+            return None
+        if event == "line":
+            left -= 1
+            if left == -1:
+                act()
+        return trace
+
+    sys.settrace(trace)
+
+
+@pytest.mark.parametrize("line", range(6))
+def test_a_read_may_end_at_any_line_of_a_wait(line: int) -> None:
+    ticket = Ticket(1)
+
+    def wait() -> None:
+        before_line(Ticket.wait, line, lambda: ticket.settle(None))
+        ticket.wait()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and ticket.done
+
+
+@pytest.mark.parametrize("line", range(5))
+def test_a_wait_may_begin_at_any_line_of_a_reads_end(line: int) -> None:
+    ticket = Ticket(1)
+    thread = threading.Thread(target=ticket.wait, daemon=True)
+
+    def begin() -> None:
+        thread.start()
+        while thread.is_alive() and not (ticket._settled and ticket._settled.locked()):
+            time.sleep(0.001)
+        time.sleep(0.01)  # it waits, if it is going to
+
+    before_line(Ticket.settle, line, begin)
+    ticket.settle(None)
+    sys.settrace(None)
+    thread.join(20)
+    assert not thread.is_alive()

@@ -67,6 +67,11 @@ class Ranks:
         self.asked.append(layer)
         return self._ranking
 
+    def best(
+        self, layer: int, hidden: npt.NDArray[np.float32], more: int = 0
+    ) -> npt.NDArray[np.int32]:
+        return self.predict(layer, hidden, more).ids
+
 
 def reading(
     ids: list[int], shares: list[float], *, drop: DropCold | None = None, held: tuple[int, ...] = ()

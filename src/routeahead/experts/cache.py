@@ -196,14 +196,20 @@ class ExpertCache:
     def admit_early(self, layer: int, experts: Iterable[int]) -> list[int]:
         """Protects the distinct `experts` of a later `layer` and admits those that are absent.
 
-        Returns the latter, in the order given.
+        Returns the latter, in the order given. Without a budget nothing can be kept, so nothing is
+        admitted.
         """
+        if not self._budget:
+            return []
         part, early = self._parts[layer], dict.fromkeys(experts, False)
-        misses = part.entries.admit(layer, list(early))
-        early.update(dict.fromkeys(misses, True))
-        self._keep(layer, early)
-        self._read(part, layer, misses)
-        part.beside += self._bytes[layer] * len(misses)
+        if layer in self._early:
+            self._let_go(layer)
+        misses = part.entries.admit(layer, early)
+        self._early[layer] = early
+        if misses:
+            early.update(dict.fromkeys(misses, True))
+            self._read(part, layer, misses)
+            part.beside += self._bytes[layer] * len(misses)
         return misses
 
     def room(self, layer: int) -> int:
@@ -217,21 +223,19 @@ class ExpertCache:
         part = self._parts[layer]
         if not self.room(layer) or (layer, expert) in part.entries:
             return False
-        part.entries.admit(layer, [expert], needed=False)
+        part.entries.fill(layer, expert)
         part.used += self._bytes[layer]
         return True
 
     def protect(self, layer: int, experts: Iterable[int]) -> None:
         """Keeps the cached ones of a later layer's `experts` until the batch after its own."""
         here = {expert: False for expert in experts if (layer, expert) in self}
-        if here:
-            self._keep(layer, here)
-
-    def _keep(self, layer: int, early: dict[int, bool]) -> None:
+        if not here:
+            return
         if layer in self._early:
             self._let_go(layer)
-        self._early[layer] = early
-        self._parts[layer].entries.hold(layer, early)
+        self._early[layer] = here
+        self._parts[layer].entries.hold(layer, here)
 
     def _let_go(self, layer: int) -> None:
         self._parts[layer].entries.let_go(layer, self._early.pop(layer))

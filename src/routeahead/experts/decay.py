@@ -99,15 +99,23 @@ class Decay:
         self._entries += absent
         return self._found[:absent], self._removed(absent)
 
-    def admit(self, layer: int, experts: Sequence[int], *, needed: bool = True) -> list[int]:
-        line = self._line[layer]
+    def admit(self, layer: int, experts: Collection[int]) -> list[int]:
+        line, absent = self._line[layer], list[int]()
         flags = self._flags[line]
-        absent = [expert for expert in experts if not flags[expert] & _HERE]
-        for expert in absent:
-            flags[expert] |= _HERE
+        for expert in experts:
+            flag = flags[expert]
+            if not flag & _HERE:
+                absent.append(expert)
+            flags[expert] = flag | _HERE | _HELD
         self._first[line] = _UNKNOWN
         self._entries += len(absent)
         return absent
+
+    def fill(self, layer: int, expert: int) -> None:
+        line = self._line[layer]
+        self._flags[line][expert] |= _HERE
+        self._first[line] = _UNKNOWN
+        self._entries += 1
 
     def hold(self, layer: int, experts: Collection[int]) -> None:
         line = self._line[layer]

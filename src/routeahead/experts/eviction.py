@@ -36,14 +36,16 @@ class Eviction(Protocol):
         """
         ...
 
-    def admit(self, layer: int, experts: Sequence[int], *, needed: bool = True) -> list[int]:
-        """Distinct `experts` are here before their layer has asked for them.
-
-        Args:
-            needed: it will certainly ask.
+    def admit(self, layer: int, experts: Collection[int]) -> list[int]:
+        """Distinct `experts`, for which a layer of which none is held is certain to ask, are here
+        and stay until `let_go`.
 
         Returns those that were absent, in order.
         """
+        ...
+
+    def fill(self, layer: int, expert: int) -> None:
+        """An absent expert is here, for which nobody has asked."""
         ...
 
     def hold(self, layer: int, experts: Collection[int]) -> None:
@@ -90,14 +92,17 @@ class LRU:
         excess = max(0, self._sizes[layer] * len(absent) - spare) - room
         return absent, self._remove(excess, layer, experts) if excess > 0 else []
 
-    def admit(self, layer: int, experts: Sequence[int], *, needed: bool = True) -> list[int]:
+    def admit(self, layer: int, experts: Collection[int]) -> list[int]:
         entries = self._entries
         absent = [expert for expert in experts if (layer, expert) not in entries]
         for expert in absent:
             entries[layer, expert] = None
-            if not needed:  # older than whatever was used
-                entries.move_to_end((layer, expert), last=False)
+        self._held[layer] = experts
         return absent
+
+    def fill(self, layer: int, expert: int) -> None:
+        self._entries[layer, expert] = None
+        self._entries.move_to_end((layer, expert), last=False)  # older than whatever was used
 
     def hold(self, layer: int, experts: Collection[int]) -> None:
         self._held[layer] = experts

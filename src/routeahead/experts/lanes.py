@@ -5,9 +5,11 @@ borrowed the cache: `engine.ownership`):
 
 * The evaluation thread builds a `Read`, and from `submit` on does not touch it; a lane owns it
   until it settles the read's `Ticket`.
-* A ticket's count is changed only under `Lanes._ledger`. The lane that takes it to zero releases
-  the ticket's lock; the evaluation thread, blocked in `Ticket.wait`, then may use the bytes of all
-  of the ticket's reads. Acquiring the lock orders the lanes' writes before that use.
+* A ticket's count is changed only under `Lanes._ledger`, after the bytes of the read. Who finds it
+  zero may use the bytes of all of the ticket's reads. The evaluation thread that finds another
+  number in `Ticket.wait` leaves a lock, looks at the count again, and waits for the lock; the lane
+  that takes the count to zero looks for a lock then, and releases it. Whichever of both comes
+  first, one of them sees what the other did.
 * Queues are `deque`s: `append` and `popleft` are atomic. A lane that finds them empty declares that
   it is *asleep*, looks once more, and waits for a token. A submission first queues its reads, then
   hands out as many tokens as there are lanes asleep, less those that wait to be taken: whoever is

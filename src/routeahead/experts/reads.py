@@ -19,7 +19,10 @@ _NOTHING: list[None] = []  # to be claimed
 class Ticket:
     """Counts down a group of reads; one thread waits for it.
 
+    There is a lock only while somebody waits: of what is read early, most has arrived by then.
+
     Attributes:
+        remaining: reads that have not ended.
         error: the first exception among the reads, or None.
     """
 
@@ -28,8 +31,7 @@ class Ticket:
     def __init__(self, count: int) -> None:
         self.remaining = count
         self.error: BaseException | None = None
-        self._settled = _thread.allocate_lock()
-        self._settled.acquire()
+        self._settled: _thread.LockType | None = None  # held until every read has ended
 
     @property
     def done(self) -> bool:
@@ -41,8 +43,12 @@ class Ticket:
         Raises:
             ReadError: one of them failed; none of the ticket's bytes may be used.
         """
-        with self._settled:
-            pass
+        if self.remaining:
+            settled = _thread.allocate_lock()
+            settled.acquire()
+            self._settled = settled
+            if self.remaining:  # looked at after the lock is there: see `settle`
+                settled.acquire()
         if self.error:
             raise self.error
 
@@ -50,8 +56,10 @@ class Ticket:
         """Counts one read as ended; the caller holds `Lanes._ledger`."""
         self.error = self.error or error
         self.remaining -= 1
-        if self.remaining == 0:
-            self._settled.release()
+        if self.remaining == 0:  # before it looks for the lock: who waits finds this, or is found
+            settled = self._settled
+            if settled:
+                settled.release()
 
 
 class Read:

@@ -129,7 +129,8 @@ class SlotTable:
             ticket = Ticket(len(experts))
             for tensor in place.tensors:
                 load.tickets[tensor.projection] = ticket
-            reads += [Read(place, e, of.pool, slot, ticket, kind) for e, slot in slots]
+            for expert, slot in slots:
+                reads.append(Read(place, expert, of.pool, slot, ticket, kind))
         return load, reads
 
     def reads(self, layer: int, expert: int, kind: Kind) -> list[Read]:

@@ -201,19 +201,19 @@ class ExpertSource:
         Only experts that are not resident are read. Without a cache nothing can be kept, so nothing
         is read.
         """
-        if not self.cache.budget:
-            return
-        if self._stale:
+        cache = self.cache
+        if self._emptied != cache.emptied:
             self.recover()
-        misses = self.cache.admit_early(layer, experts)
+        misses = cache.admit_early(layer, experts)
         if misses:
             if self._guesses:  # an expert has one slot: who reads into it must be one
                 self._abandon(layer)
             begun = self.filling.asked(layer, (), misses) if self.filling else {}
-            absent = [expert for expert in misses if expert not in begun]
+            absent = [expert for expert in misses if expert not in begun] if begun else misses
             early, reads = self.table.load(layer, absent, "committed")
             early.reads = tuple(reads)
-            reads += self._join(layer, begun, early.adopted, "committed")
+            if begun:
+                reads += self._join(layer, begun, early.adopted, "committed")
             self._early[layer] = early
             self.prefetch.issued += len(absent)
             self.lanes.submit(reads, "committed")

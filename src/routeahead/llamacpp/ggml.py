@@ -170,7 +170,19 @@ class Plan(ctypes.Structure):
     ]
 
 
+class Traits(ctypes.Structure):
+    """Mirror of `struct ggml_type_traits_cpu` (ggml-cpu.h): the kernels of a data type."""
+
+    _fields_ = [
+        ("from_float", ctypes.c_void_p),
+        ("vec_dot", ctypes.c_void_p),
+        ("vec_dot_type", ctypes.c_int),
+        ("nrows", ctypes.c_int64),
+    ]
+
+
 _COMPUTE: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_get_type_traits_cpu": (ctypes.POINTER(Traits), [_INT]),
     "ggml_graph_plan": (Plan, [_PTR, _INT, _PTR]),
     "ggml_graph_compute": (_INT, [_PTR, ctypes.POINTER(Plan)]),
 }

@@ -4,6 +4,9 @@ Each is a small graph that ggml computes on the calling thread: the product, and
 own graph does with it up to the ranking. ggml's kernels, and not another library's, because they
 add and sort in the same order: in float32 logits, probabilities and ranking are the graph's to the
 last bit, so that ties fall the same way. One call computes all of it, without the interpreter lock.
+
+Where the ids alone are wanted, of a rule that ranks by the logits, machine code calls the kernels
+itself (`llamacpp/native_ranking.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import numpy.typing as npt
 
 from routeahead.errors import SettingsError, StreamError
 from routeahead.llamacpp import ggml
+from routeahead.llamacpp.native_ranking import NativeRanking, knows_arrays
 from routeahead.llamacpp.tensor_values import fetch, on_host
 from routeahead.routing.policy import Precision
 from routeahead.routing.selection import Activation, SelectionRule
@@ -86,8 +90,10 @@ class RouterProduct:
         row = graph.tensor(_F32, self.width, 1, self._input.ctypes.data)
         product = graph.node(self._base.ggml_mul_mat, matrix, row)
         self._logits = graph.result(product)
+        self._native: NativeRanking | None = None
         if rule:
             self._follow(rule, product)
+            self._native = self._make_native(kind, data, rule)
         else:
             graph.plan()
 
@@ -101,6 +107,18 @@ class RouterProduct:
         np.copyto(self._input, hidden)
         self._graph.compute()
         return self._logits
+
+    def best(self, hidden: Floats, more: int = 0) -> Ids:
+        """What `rank` returns; `probabilities` are of no use then.
+
+        Raises:
+            StreamError: ggml refused.
+        """
+        if self._native:
+            ids = self._native.best(hidden, self._top_k + more)
+            if ids is not None:
+                return ids
+        return self.rank(hidden, more)
 
     def rank(self, hidden: Floats, more: int = 0) -> Ids:
         """Ids int32 (top_k + more,), best first, by the rule that was given; all experts if there
@@ -121,6 +139,7 @@ class RouterProduct:
         """What llama.cpp's `build_moe_ffn` does with the product."""
         graph = self._graph
         logits = graph.add(product, rule.router_bias)
+        self._biased = graph.result(logits)
         scores = probabilities = graph.activate(logits, rule.activation)
         if rule.weighing and rule.weighing != rule.activation:
             probabilities = graph.activate(logits, rule.weighing)
@@ -133,6 +152,19 @@ class RouterProduct:
                 graph.node(self._base.ggml_argsort, scores, _DESCENDING), np.int32
             )
         graph.plan()
+
+    def _make_native(self, kind: int, data: int, rule: SelectionRule) -> NativeRanking | None:
+        """The ranking without a graph; None if the rule needs more than the logits, or if the
+        logits turn out not to be a graph's."""
+        self._top_k = rule.top_k
+        by_logits = rule.activation in ("none", "softmax")
+        if not by_logits or rule.groups or rule.selection_bias is not None or not knows_arrays():
+            return None
+        native = NativeRanking(kind, self.width, self.n_expert, data, rule.router_bias)
+        probe = np.random.default_rng(self.width).standard_normal(self.width, np.float32)
+        native.best(probe, rule.top_k)
+        self.logits(probe)
+        return native if np.array_equal(native.logits, self._biased) else None
 
     def _data(self, weights: ggml.Tensor) -> int:
         """Address of the matrix, or of a copy of a device's."""

@@ -254,7 +254,7 @@ class RouteAhead(PredictingPolicy):
         return known is None or known >= least
 
     def _read(self, layer: int, experts: Sequence[int]) -> None:
-        if self.commits(layer):
+        if not self._options.route_ahead_min_agreement or self.commits(layer):
             self._experts.read_early(layer, experts)
         else:
             self._experts.guess(layer, experts)

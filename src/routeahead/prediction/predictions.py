@@ -34,19 +34,12 @@ from routeahead.prediction.consumer import (
     Recorded,
 )
 from routeahead.prediction.watchdog import Watchdog
-from routeahead.prediction.worker import Inline, Prediction, Worker
+from routeahead.prediction.worker import Prediction, Worker
 from routeahead.routing.policy import HALF, Model, Precision, Ranking, Routing
 from routeahead.telemetry.counters import Totals
 from routeahead.types import Floats, Ids, Phase
 
-_NO_HIDDEN = np.empty(0, np.float32)
 _NO_LAYER = -1  # before all layers
-# In a layer whose router is not lent, "graph" computes as "inline" does.
-_PREDICTORS: dict[Compute, type[Inline] | type[Worker]] = {
-    "inline": Inline,
-    "worker": Worker,
-    "graph": Inline,
-}
 
 
 class Predictions:
@@ -92,7 +85,8 @@ class Predictions:
         self.ranker = model.ranker(precision)
         self.watchdog = Watchdog(len(model.layers))
         self.times = PredictionTimes()
-        self._predictor = _PREDICTORS[compute](self._rank)
+        # In a layer whose router is not lent, "graph" computes as "inline" does.
+        self._predictor = Worker(self._work) if compute == "worker" else None
         self._lends, self._weighing = compute == "graph", weighing
         self._more = more or 0
         self._steady = more is not None and late == "wait"
@@ -152,9 +146,9 @@ class Predictions:
         what it says of the layer's experts is read before the attention runs."""
         if not self.active or layer in self._skipped:
             return
-        start = time.perf_counter()
-        inline = self._ask(layer, hidden, before := layer - 1)
-        self.times.issue_s += max(0.0, time.perf_counter() - start - inline)
+        start, computed = time.perf_counter(), self.times.gemv_s
+        self._ask(layer, hidden, before := layer - 1)
+        self.times.issue_s += time.perf_counter() - start - (self.times.gemv_s - computed)
         self.issue(before)
 
     def settle(self, routing: Routing) -> None:
@@ -171,18 +165,26 @@ class Predictions:
             self._refused.add(layer)
         if self.sampled and routing.hidden is not None and layer in self.ranker:
             router, hidden = routing.ids[:1].copy(), routing.hidden[:1]
-            self._submit(Prediction(self._consumer.serial, layer, hidden, router), layer)
+            if self._predictor:
+                self._hand_over(Prediction(self._consumer.serial, layer, hidden, router))
+            else:
+                start = time.perf_counter()
+                self._watch(router, self.ranker.rank(layer, hidden[0]))
+                self.times.watchdog_s += time.perf_counter() - start
 
     def predict(self, routing: Routing) -> None:
         """The same routing: what it says of the layer N further on."""
-        if not self.active:
+        if not self._decoding or self.watchdog.disarmed:
             return
-        start, inline = time.perf_counter(), 0.0
-        target = self._targets[routing.layer]
+        start, computed, layer = time.perf_counter(), self.times.gemv_s, routing.layer
+        target = self._targets[layer]
         if target is not None and routing.ranked_for is None:
-            inline = self._ask(target, routing.hidden, routing.layer)
-        self._arrange(self._following[routing.layer])
-        self.times.issue_s += max(0.0, time.perf_counter() - start - inline)
+            self._ask(target, routing.hidden, layer)
+        if self._lends:
+            self._arrange(self._following[layer])
+        else:
+            self.sampled = self.watchdog.wants()
+        self.times.issue_s += time.perf_counter() - start - (self.times.gemv_s - computed)
 
     def issue(self, layer: int) -> None:
         """The reads of `layer` are queued: those of the rankings that have arrived follow."""
@@ -222,7 +224,8 @@ class Predictions:
 
     def close(self) -> None:
         self._forget()
-        self._predictor.close()
+        if self._predictor:
+            self._predictor.close()
 
     # --- report ---
 
@@ -261,10 +264,9 @@ class Predictions:
 
     def _borrow(self, routing: Routing, target: int) -> None:
         """The graph has ranked the experts of `target`."""
-        prediction = Prediction(self._consumer.serial, target, _NO_HIDDEN)
-        prediction.ids = routing.ids.copy()
-        prediction.probabilities = routing.probabilities() if self._keeps else None
-        self._take(prediction, routing.layer)
+        probabilities = routing.probabilities() if self._keeps else None
+        serial = self._consumer.serial
+        self._offer(serial, target, routing.ids.copy(), probabilities, routing.layer)
 
     def _unpredictable(self, layer: int) -> Reason | None:
         """Why what is wanted of the layer's router is not known; once it is, it stays so."""
@@ -277,27 +279,25 @@ class Predictions:
         self._ready.add(layer)
         return None
 
-    def _ask(self, target: int, hidden: Floats | None, layer: int) -> float:
-        """Has the `target` predicted, or tells why not; `layer` is the one that runs now. Returns
-        the seconds that it took inline."""
+    def _ask(self, target: int, hidden: Floats | None, layer: int) -> None:
+        """Has the `target` predicted, or tells why not; `layer` is the one that runs now."""
         obstacle = None if target in self._ready else self._unpredictable(target)
         if obstacle:
             self._consumer.cannot_predict(target, obstacle)
         elif hidden is None:
             self._consumer.cannot_predict(target, "unreadable")
+        elif self._predictor:
+            self._hand_over(Prediction(self._consumer.serial, target, hidden))
         else:
-            prediction = Prediction(self._consumer.serial, target, hidden)
-            self._submit(prediction, layer)
-            return prediction.spent_s if isinstance(self._predictor, Inline) else 0.0
-        return 0.0
+            start = time.perf_counter()
+            ids, probabilities = self._rank(target, hidden)
+            self.times.gemv_s += time.perf_counter() - start
+            self._offer(self._consumer.serial, target, ids, probabilities, layer)
 
-    def _submit(self, prediction: Prediction, layer: int) -> None:
-        """`layer` is the one that runs now."""
+    def _hand_over(self, prediction: Prediction) -> None:
+        assert self._predictor
         self._predictor.submit(prediction)
-        if isinstance(self._predictor, Inline):
-            self._take(prediction, layer)
-        else:
-            self._asked.append(prediction)
+        self._asked.append(prediction)
 
     def _collect(self, layer: int, *, until: int) -> None:
         """Takes the predictions for layers up to `until`, which are waited for, and, unless reads
@@ -323,27 +323,38 @@ class Predictions:
     def _take(self, prediction: Prediction, layer: int) -> None:
         if prediction.error:
             raise prediction.error
-        ids, target = prediction.ids, prediction.layer
+        ids = prediction.ids
         if prediction.router is not None:
-            self._watch(prediction.router, ids, prediction.spent_s)
+            start = time.perf_counter()
+            if ids is not None:
+                self._watch(prediction.router, ids[0])
+            self.times.watchdog_s += prediction.spent_s + time.perf_counter() - start
             return
         self.times.gemv_s += prediction.spent_s
-        if ids is None or target < layer:
-            return
-        if self._recorded:
-            places = range(self._position, self._position + len(ids))
-            ids = np.stack([self._recorded(place, target) for place in places])
-        offered = self._consumer.offer(prediction.serial, target, ids, prediction.probabilities)
-        if offered and target > layer:
-            self._fresh.append((target, self._worth_reading(target, ids, prediction)))
+        if ids is not None and prediction.layer >= layer:
+            self._offer(prediction.serial, prediction.layer, ids, prediction.probabilities, layer)
 
-    def _worth_reading(self, layer: int, ids: Ids, prediction: Prediction) -> list[int]:
+    def _offer(
+        self, serial: int, target: int, ids: Ids, probabilities: Floats | None, layer: int
+    ) -> None:
+        """Rankings (rows, top_k) for `target`; `layer` is the one that runs now."""
+        if self._recorded:
+            recorded = [self._recorded(self._position + n, target) for n in range(len(ids))]
+            ids = np.stack(recorded) if len(recorded) > 1 else recorded[0][None]
+        if not self._consumer.offer(serial, target, ids, probabilities) or target <= layer:
+            return
+        if len(ids) == 1 and not self._cold_share:
+            self._fresh.append((target, ids[0].tolist()))
+        else:
+            self._fresh.append((target, self._worth_reading(target, ids, probabilities)))
+
+    def _worth_reading(self, layer: int, ids: Ids, weighed: Floats | None) -> list[int]:
         """The experts of the rankings, each once and the rows' best first, less those that every
         row is going to drop unread."""
-        if not self._cold_share or prediction.probabilities is None:
+        if not self._cold_share or weighed is None:
             return list(dict.fromkeys(ids.T.ravel().tolist()))
         rule, resident, wanted = self.ranker.rule(layer), self._model.experts.resident, []
-        for row, probabilities in zip(ids, prediction.probabilities, strict=True):
+        for row, probabilities in zip(ids, weighed, strict=True):
             shares = rule.shares(probabilities, row).tolist()
             top, least = max(shares), self._cold_share / len(shares)
             wanted += [
@@ -353,27 +364,33 @@ class Predictions:
             ]
         return list(dict.fromkeys(wanted))
 
-    def _rank(self, prediction: Prediction) -> Ids:
-        """Runs on the predictor's thread."""
+    def _work(self, prediction: Prediction) -> Ids:
+        """Runs on the worker."""
         layer, hidden = prediction.layer, prediction.hidden
         if prediction.router is not None:
             return self.ranker.rank(layer, hidden[0])[None]
+        ids, prediction.probabilities = self._rank(layer, hidden)
+        return ids
+
+    def _rank(self, layer: int, hidden: Floats) -> tuple[Ids, Floats | None]:
+        """Rankings (rows, top_k), and their probabilities if those are kept."""
+        if not self._keeps:
+            if len(hidden) == 1:
+                return self.ranker.best(layer, hidden[0], self._more)[None], None
+            return np.array([self.ranker.best(layer, row, self._more) for row in hidden]), None
         rows: list[Ids] = []
         kept: list[Floats] = []
         for row in hidden:
             ids, probabilities = self.ranker.predict(layer, row, self._more)
             rows.append(ids)
-            if self._keeps and probabilities is not None:
+            if probabilities is not None:
                 kept.append(probabilities.copy())
-        prediction.probabilities = np.array(kept) if kept else None
-        return np.array(rows)
+        return np.array(rows), np.array(kept) if kept else None
 
-    def _watch(self, router: Ids, ids: Ids | None, spent_s: float) -> None:
-        start = time.perf_counter()
-        why = self.watchdog.watch(router[0], ids[0]) if ids is not None else ""
+    def _watch(self, router: Ids, ids: Ids) -> None:
+        why = self.watchdog.watch(router[0], ids)
         if why:
             self._disarm(why)
-        self.times.watchdog_s += spent_s + time.perf_counter() - start
 
     def _disarm(self, why: str) -> None:
         self._forget()

@@ -116,6 +116,9 @@ class RouterRanker:
         product = self._predicting[layer]
         return Ranking(product.rank(hidden, more), product.probabilities)
 
+    def best(self, layer: int, hidden: Floats, more: int = 0) -> Ids:
+        return self._predicting[layer].best(hidden, more)
+
     def _loan(self, layer: int, target: int) -> Loan | None:
         lender, borrower = self.input.routers.get(layer), self.input.routers.get(target)
         fitted = self._fitted.get(target)

@@ -1,6 +1,6 @@
-"""Who computes predictions: the evaluation thread itself, or a worker beside it.
+"""A worker that computes predictions beside the evaluation thread.
 
-Hand-overs between threads (worker only):
+Hand-overs between threads:
 
 * `Prediction`: the evaluation thread makes it, with a copy of the hidden vectors, and from
   `submit` on only reads `done` and sets `void`. The worker writes `ids` and `probabilities`, or
@@ -34,8 +34,7 @@ class Prediction:
         ids: int32 (rows, top_k), best first, once `done`.
         probabilities: float32 (rows, n_expert), see `Ranking`; None if nobody needs them later.
         error: what went wrong instead.
-        spent_s: seconds it took: CPU time of a worker, wall time inline (there a system call with
-            cold caches would cost as much as what is measured).
+        spent_s: seconds of CPU time that it took.
         router: what the layer's own router chose on the same vectors, for the watchdog to compare;
             None if this is a prediction indeed.
     """
@@ -46,52 +45,33 @@ class Prediction:
     )  # fmt: skip
 
     def __init__(self, serial: int, layer: int, hidden: Floats, router: Ids | None = None) -> None:
-        self.serial, self.layer, self.hidden, self.router = serial, layer, hidden, router
+        self.serial, self.layer, self.router = serial, layer, router
+        self.hidden = hidden.copy()  # the graph goes on and reuses the memory
         self.ids: Ids | None = None
         self.probabilities: Floats | None = None
         self.error: BaseException | None = None
         self.spent_s = 0.0
         self.done = self.void = False
-        self._settled: _thread.LockType | None = None  # held until done, if another thread computes
+        self._settled = _thread.allocate_lock()  # held until done
+        self._settled.acquire()
 
-    def run(self, rank: Rank, clock: Callable[[], float]) -> None:
-        start = clock()
+    def run(self, rank: Rank) -> None:
+        start = time.thread_time()
         try:
             if not self.void:
                 self.ids = rank(self)
         except BaseException as error:  # raised where the prediction is collected
             self.error = error
-        self.spent_s = clock() - start
+        self.spent_s = time.thread_time() - start
         self.done = True
-        if self._settled:
-            self._settled.release()
-
-    def hand_over(self) -> None:
-        """Another thread is going to run it."""
-        self.hidden = self.hidden.copy()  # the graph goes on and reuses the memory
-        self._settled = _thread.allocate_lock()
-        self._settled.acquire()
+        self._settled.release()
 
     def wait(self) -> None:
-        if self._settled:
-            with self._settled:
-                pass
+        with self._settled:
+            pass
 
 
 Rank = Callable[[Prediction], Ids]
-
-
-class Inline:
-    """Computes at once."""
-
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-
-    def submit(self, prediction: Prediction) -> None:
-        prediction.run(self._rank, time.perf_counter)
-
-    def close(self) -> None:
-        pass
 
 
 class Worker:
@@ -104,7 +84,6 @@ class Worker:
         self._thread.start()
 
     def submit(self, prediction: Prediction) -> None:
-        prediction.hand_over()
         self._asked.put(prediction)
 
     def close(self) -> None:
@@ -113,4 +92,4 @@ class Worker:
 
     def _serve(self) -> None:
         while prediction := self._asked.get():
-            prediction.run(self._rank, time.thread_time)
+            prediction.run(self._rank)
