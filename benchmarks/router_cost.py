@@ -1,4 +1,5 @@
-"""What does a prediction cost in the callback: the product, and the ranking by NumPy or by ggml?
+"""What does a prediction cost in the callback: the product, and the ranking by NumPy, by ggml's graph
+or by machine code?
 
 As in a run: 48 router matrices, one after the other, so that each is cold. The variants take turns,
 and medians and quartiles of a token are printed in ms.
@@ -29,7 +30,7 @@ def main() -> None:
     given = parser.parse_args()
     rng = np.random.default_rng(0)
     rule = SelectionRule(8, "softmax", weighing="softmax")
-    hidden = rng.standard_normal(given.width, dtype=np.float32)
+    hidden = rng.standard_normal(given.width, dtype=np.float32) / 16  # logits that softmax tells apart
     matrices = [
         rng.standard_normal((given.experts, given.width), dtype=np.float32) for _ in range(LAYERS)
     ]
@@ -40,12 +41,17 @@ def main() -> None:
         tensors.append(tensor)
     plain = [RouterProduct(tensor, "f32") for tensor in tensors]
     ranked = [RouterProduct(tensor, "f32", rule) for tensor in tensors]
+    half = [RouterProduct(tensor, "f16", rule) for tensor in tensors]
     small = [RouterProduct(tensor, "int8", rule) for tensor in tensors]
     variants: dict[str, Callable[[int], object]] = {
         "product alone": lambda layer: plain[layer].logits(hidden),
         "product, ranked by NumPy": lambda layer: rule.select(plain[layer].logits(hidden)),
         "product, ranked by ggml": lambda layer: ranked[layer].rank(hidden),
-        "the same in int8": lambda layer: small[layer].rank(hidden),
+        "  in f16": lambda layer: half[layer].rank(hidden),
+        "  in int8": lambda layer: small[layer].rank(hidden),
+        "ranked without a graph": lambda layer: ranked[layer].best(hidden),
+        "  without, in f16": lambda layer: half[layer].best(hidden),
+        "  without, in int8": lambda layer: small[layer].best(hidden),
     }
     spent: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(given.tokens):
