@@ -58,7 +58,7 @@ def land_in_time(source: ExpertSource, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "decay"])
-@pytest.mark.parametrize(("depth", "most", "locks"), [(0, 64, 3), (2, 106, 1)])
+@pytest.mark.parametrize(("depth", "most", "locks"), [(0, 64, 3), (2, 110, 1)])
 def test_calls_and_locks_of_a_routing(
     load: Load, monkeypatch: pytest.MonkeyPatch, policy: str, depth: int, most: int, locks: int
 ) -> None:
