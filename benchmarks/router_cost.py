@@ -1,5 +1,5 @@
-"""What does a prediction cost in the callback: the product, and the ranking by NumPy, by ggml's graph
-or by machine code?
+"""What does a prediction cost in the callback: the product, and the ranking by NumPy, by ggml's
+graph or by machine code?
 
 As in a run: 48 router matrices, one after the other, so that each is cold. The variants take turns,
 and medians and quartiles of a token are printed in ms.
@@ -30,7 +30,8 @@ def main() -> None:
     given = parser.parse_args()
     rng = np.random.default_rng(0)
     rule = SelectionRule(8, "softmax", weighing="softmax")
-    hidden = rng.standard_normal(given.width, dtype=np.float32) / 16  # logits that softmax tells apart
+    # Divided so that the softmax of the logits tells all of them apart.
+    hidden = rng.standard_normal(given.width, dtype=np.float32) / 16
     matrices = [
         rng.standard_normal((given.experts, given.width), dtype=np.float32) for _ in range(LAYERS)
     ]
