@@ -58,12 +58,22 @@ def land_in_time(source: ExpertSource, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "decay"])
-@pytest.mark.parametrize(("depth", "most", "locks"), [(0, 64, 3), (2, 110, 1)])
+@pytest.mark.parametrize(
+    ("depth", "packed", "most", "locks"),
+    [(0, False, 64, 3), (2, False, 110, 1), (0, True, 58, 1)],
+)
 def test_calls_and_locks_of_a_routing(
-    load: Load, monkeypatch: pytest.MonkeyPatch, policy: str, depth: int, most: int, locks: int
+    load: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    depth: int,
+    packed: bool,
+    most: int,
+    locks: int,
 ) -> None:
     """Half of the experts cached; without overlap, where each routing is one stop."""
-    llm = with_budget(load, "qwen3moe", 0.5, cache_policy=policy, route_ahead=depth, overlap=False)
+    settings = {"cache_policy": policy, "route_ahead": depth, "packed": packed}
+    llm = with_budget(load, "qwen3moe", 0.5, overlap=False, **settings)
     assert llm.source
     land_in_time(llm.source, monkeypatch)
     cache, layers = llm.source.cache, len(llm.layout.moe_layers)
@@ -74,6 +84,7 @@ def test_calls_and_locks_of_a_routing(
     routings = len(batches) * layers
     assert cache.misses - missed > routings
     assert calls[OURS] <= most * routings
-    # A lock for each of the three projections that a layer waits for, and what has landed when its
+    # A lock for each of the three projections that a layer waits for (one, if a read brings them
+    # all), and what has landed when its
     # layer asks needs none: of a token, the first two layers alone wait.
     assert calls["allocate_lock"] <= locks * routings
