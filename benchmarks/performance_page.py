@@ -22,8 +22,11 @@ from page_blocks import markdown, median, speed, write
 from routeahead.bench.statistics import paired_ratio
 from routeahead.telemetry.json_file import write_json
 
-COLUMNS = ("ms", "compute_ms", "stall_ms", "mgmt_ms", "mib_per_token")
-SUBJECTS = ("prompt", "eviction", "mmap", "filling", "pack")
+COLUMNS = {
+    "ms": "ms/token", "compute_ms": "compute", "stall_ms": "stall", "mgmt_ms": "management",
+    "mib_per_token": "MiB", "reads": "reads",
+}  # fmt: skip
+SUBJECTS = ("prompt", "eviction", "mmap", "filling", "pack", "packed")
 
 
 def main() -> None:
@@ -160,14 +163,14 @@ def cell_tables(records: dict[str, Any]) -> str:
 
 def cell_table(summary: Sequence[dict[str, Any]]) -> str:
     """A row a cell of `routeahead bench`; speeds over the first cell's, paired."""
-    header = ("cell", "runs", "tokens/s ×", "ms/token", "compute", "stall", "management", "MiB")
+    columns = [name for name in COLUMNS if any(name in cell["figures"] for cell in summary)]
     rows = []
     for cell in summary:
         figures = [
-            f"{median(cell, name):.1f}" if name in cell["figures"] else "" for name in COLUMNS
+            f"{median(cell, name):.1f}" if name in cell["figures"] else "" for name in columns
         ]
         rows.append((cell["name"], str(cell["runs"]), speed(cell), *figures))
-    return markdown(header, rows)
+    return markdown(("cell", "runs", "tokens/s ×", *map(COLUMNS.__getitem__, columns)), rows)
 
 
 def rows_of(records: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -101,8 +101,8 @@ def test_whatever_records_there_are(
         "| 10.0 s | 0.91 (0.90..0.91) | 1.05 (1.00..1.10) |  |",
     ]
     assert rows["mmap"] == [
-        "| mmap | 3 | 1 (0.5/s) | 2000.0 |  |  |  |  |",
-        "| auto | 3 | 22.00 | 90.9 |  |  |  |  |",
+        "| mmap | 3 | 1 (0.5/s) | 2000.0 |",
+        "| auto | 3 | 22.00 | 90.9 |",
     ]
     assert rows["filling"] == [
         "| 600 MiB/s | all experts | 32 | 4 s | 8 | 6.0 s | 4.0 s | 1.50 (1.50..1.50) "
