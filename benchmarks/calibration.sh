@@ -35,11 +35,15 @@ for name in embedded inflated; do
     [ -f "$folder/$name-check.json" ] || "$bin/routeahead" eval "$model" --text $text --max-tokens 300 -t 1 \
         --setting "ahead-2:--cache-mb {75%} --route-ahead 2" --json "$folder/$name-check.json"
 done
+run="$bin/routeahead bench build/inflated.gguf -t 1 --warmup 32 --tokens 64"
+[ -f "$folder/inflated-unthrottled.json" ] || $run --passes 3 --json "$folder/inflated-unthrottled.json" \
+    --cell "stream: --cache-mb {75%} --forced-tokens benchmarks/data/held-out.ids"
 for rho in 0.6 0.9 1.5; do
     if [ ! -f "$folder/inflated-rho-$rho.json" ]; then
+        throttle=$("$bin/python" benchmarks/throttle.py "$folder/inflated-unthrottled.json" $rho)
+        sed "s/--throttle 500/--throttle $throttle/" benchmarks/cells/inflated.txt > "$folder/inflated.rho-$rho.txt"
         # Written after each run: it is complete when the bench has ended.
-        "$bin/routeahead" bench build/inflated.gguf --cells benchmarks/cells/inflated.rho-$rho.txt \
-            -t 1 --warmup 32 --tokens 64 --passes 10 --json "$folder/bench.new"
+        $run --cells "$folder/inflated.rho-$rho.txt" --passes 10 --json "$folder/bench.new"
         mv "$folder/bench.new" "$folder/inflated-rho-$rho.json"
     fi
 done
