@@ -97,26 +97,28 @@ def prompt_table(records: dict[str, Any]) -> str:
 
 
 def filling_table(records: dict[str, Any]) -> str:
-    """A row a pause of filling.py."""
+    """A row a start of filling.py."""
     header = (
-        "disk", "cache", "tokens", "pause before", "pairs", "not filling", "filling", "speed ×",
-        "MiB read meanwhile: not, filling",
+        "layers", "disk", "cache", "tokens", "before: rest, prompt", "pairs", "not filling",
+        "filling", "speed ×", "of as many after them ×", "MiB read meanwhile: not, filling",
     )  # fmt: skip
     rows = []
-    for one in records.values():
-        for pause, runs in one["runs"].items():
+    for one in rows_of(records):
+        for start, runs in one["runs"].items():
             off, on = runs["off"], runs["on"]
-            ratio = paired_ratio(*([run["s"] for run in of] for of in (off, on)))
+            pause, _, prompt = start.partition(":")
             rows.append(
                 (
+                    f"{one['layers']}",
                     disk(one["throttle"]),
                     f"{one['cache_mb']:,} MiB" if one["cache_mb"] else "all experts",
                     f"{one['tokens']}",
-                    f"{float(pause):g} s",
-                    f"{ratio.pairs}",
+                    f"{float(pause):g} s, {prompt or 1}",
+                    f"{len(on)}",
                     seconds(off),
                     seconds(on),
-                    f"{ratio.median:.2f}" + interval(ratio.low, ratio.high),
+                    times(off, on, "s"),
+                    times(off, on, "later_s") if "later_s" in on[0] else "",
                     f"{mib(off)}, {mib(on)}",
                 )
             )
@@ -177,6 +179,11 @@ def rows_of(records: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """All cells of records that are lists of cells."""
     for record in records.values():
         yield from record
+
+
+def times(off: Sequence[dict[str, float]], on: Sequence[dict[str, float]], key: str) -> str:
+    ratio = paired_ratio(*([run[key] for run in of] for of in (off, on)))
+    return f"{ratio.median:.2f}" + interval(ratio.low, ratio.high)
 
 
 def disk(throttle: float) -> str:

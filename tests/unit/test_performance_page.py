@@ -67,10 +67,18 @@ RECORDS = {
     "prompt-8192.json": [CELL],
     "prompt-48.text.json": [ALONE],
     "mmap.json": bench(mmap=0.5, auto=11.0),
-    "filling.json": {
-        "throttle": 600.0, "cache_mb": 0, "tokens": 32,
-        "runs": {"4.0": {"off": [one_pass(6.0)] * 8, "on": [one_pass(4.0)] * 8}},
-    },
+    "filling.json": [
+        {
+            "layers": 12, "throttle": 600.0, "cache_mb": 0, "tokens": 32,
+            "runs": {
+                "4.0": {"off": [one_pass(6.0)] * 8, "on": [one_pass(4.0)] * 8},
+                "0.0:128": {
+                    "off": [one_pass(2.0) | {"later_s": 1.0}] * 8,
+                    "on": [one_pass(2.0) | {"later_s": 2.0}] * 8,
+                },
+            },
+        }
+    ],
     "pack.json": [
         {"kib": 18, "lanes": 2, "throttle": 0, "ms": {"apart": [3.0], "together": [2.0]}}
     ],
@@ -105,8 +113,10 @@ def test_whatever_records_there_are(
         "| auto | 3 | 22.00 | 90.9 |",
     ]
     assert rows["filling"] == [
-        "| 600 MiB/s | all experts | 32 | 4 s | 8 | 6.0 s | 4.0 s | 1.50 (1.50..1.50) "
-        "| 1,663, 1,663 |"
+        "| 12 | 600 MiB/s | all experts | 32 | 4 s, 1 | 8 | 6.0 s | 4.0 s | 1.50 (1.50..1.50) "
+        "|  | 1,663, 1,663 |",
+        "| 12 | 600 MiB/s | all experts | 32 | 0 s, 128 | 8 | 2.0 s | 2.0 s | 1.00 (1.00..1.00) "
+        "| 0.50 (0.50..0.50) | 1,663, 1,663 |",
     ]
     assert rows["pack"] == ["| unthrottled | 2 | 3 × 18 KiB | 1 | 3.00 ms | 2.00 ms | 1.50 |"]
     assert "/home/me" not in (docs / "performance" / "mmap.json").read_text()
