@@ -27,6 +27,7 @@ from routeahead.setting import (
     EXPERIMENTS,
     POLICIES,
     STREAMING,
+    asking,
     check_together,
     check_values,
     facts_of,
@@ -76,15 +77,13 @@ class Settings(
         "or 'lru' (the least recently used).",
         STREAMING,
     )
-    fill_cache: bool = setting(
-        False,
+    fill_cache: bool | None = setting(
+        None,
         "While the cache has room, read the experts that the last runs used most when lanes are "
         "idle.",
         STREAMING,
-        excludes=dict.fromkeys(
-            ("drop_cold_experts", "expert_substitute", "route_ahead_candidates"),
-            "the output would depend on how fast the disk is",
-        ),
+        unset="in chat and serve, unless the output would depend on it",
+        sways_cache=True,
     )
     # Two lanes keep the disk's queue filled while one of them is between reads; with few cores
     # every further lane takes time from the matrix products (docs/architecture.md, "Lanes").
@@ -202,6 +201,14 @@ class Settings(
                 f"cache_floor_mb={self.cache_floor_mb} is more than cache_mb={self.cache_mb}"
             )
         return self
+
+    @property
+    def fills_while_waiting(self) -> bool:
+        """Whether lanes fill the cache while a person reads or types: as was chosen, else if there
+        is one and no output depends on what is in it. A policy of the user's own might ask."""
+        if self.fill_cache is not None:
+            return self.fill_cache
+        return not (self.resident or self.cache_mb == 0 or self.policy or asking(self))
 
     def policies(self, model: Model) -> Iterator[Policy]:
         """The built-in policies that are on.

@@ -36,6 +36,8 @@ class Facts:
         excludes: settings that may not be on beside it, each with the reason.
         needs: it has no effect unless one of these is on; empty if it needs none.
         asks_cache: it looks at what is in the expert cache, so there has to be one.
+        sways_cache: with it, what is in the expert cache depends on how fast the disk is, so it may
+            not be on beside one that asks.
     """
 
     help: str
@@ -48,6 +50,7 @@ class Facts:
     excludes: Mapping[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     asks_cache: bool = False
+    sways_cache: bool = False
 
 
 def setting(default: Any, help: str, panel: str, **facts: Any) -> Any:
@@ -100,6 +103,11 @@ def check_together(settings: Any) -> None:
         changed = getattr(settings, name) != getattr(owner, name)
         if changed and facts.needs and not any(is_on(settings, other) for other in facts.needs):
             raise SettingsError(f"{name} has no effect without {' or '.join(facts.needs)}")
+        for other in asking(settings) if facts.sways_cache and is_on(settings, name) else ():
+            raise SettingsError(
+                f"{name} and {other} exclude each other: the output would depend on how fast the "
+                "disk is"
+            )
         if facts.asks_cache and is_on(settings, name) and settings.cache_mb == 0:
             raise SettingsError(
                 f"{name} asks what is in the cache, and cache_mb=0 keeps nothing: give a size"
@@ -109,7 +117,15 @@ def check_together(settings: Any) -> None:
 def is_on(settings: Any, name: str) -> bool:
     """Whether a setting of a dataclass does anything: 0 does, where nothing is given as None."""
     value = getattr(settings, name)
-    return value is not None if getattr(type(settings), name) is None else bool(value)
+    if getattr(type(settings), name) is None:
+        return value is not None and value is not False
+    return bool(value)
+
+
+def asking(settings: Any) -> list[str]:
+    """The settings of a dataclass that are on and ask what is in the expert cache."""
+    owner = type(settings)
+    return [name for name, f in facts_of(owner).items() if f.asks_cache and is_on(settings, name)]
 
 
 def _check_range(name: str, value: float, facts: Facts) -> None:

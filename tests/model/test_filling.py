@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,11 @@ from support.processes import in_child
 from support.readers import Delayed, Failing, Unruly, disk_error, interrupt
 
 from routeahead import Llama, SettingsError
+from routeahead.cli.open_model import open_model
+from routeahead.config import Settings
 from routeahead.engine.profile import profile_path
 from routeahead.experts.reader import Reader
+from routeahead.setting import facts_of
 
 Load = Callable[..., Llama]
 NAME = "qwen3moe"
@@ -379,3 +383,49 @@ def test_without_filling_there_is_no_profile(load: Load, cache_folder: Path) -> 
 def test_what_looks_at_the_cache_excludes_filling(load: Load) -> None:
     with pytest.raises(SettingsError, match="fill_cache and drop_cold_experts exclude each other"):
         load(NAME, cache_mb=64, fill_cache=True, drop_cold_experts=0.5)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("settings", "fills"),
+    [
+        ({}, True),
+        ({"route_ahead": 2}, True),
+        ({"prefetch": 2}, True),
+        ({"fill_cache": False}, False),
+        ({"fill_cache": True}, True),
+        ({"cache_mb": 0}, False),
+        ({"resident": True}, False),
+        ({"policy": ("own:Policy",)}, False),
+        ({"policy": ("own:Policy",), "fill_cache": True}, True),
+    ],
+    ids=str,
+)
+def test_filling_is_on_in_a_conversation(settings: dict[str, object], fills: bool) -> None:
+    assert Settings.split(settings)[0].fills_while_waiting == fills
+
+
+@pytest.mark.fast
+def test_every_setting_that_asks_the_cache_excludes_filling() -> None:
+    asks = [name for name, facts in facts_of(Settings).items() if facts.asks_cache]
+    assert len(asks) == 3
+    for name in asks:
+        kind = 0 if name == "route_ahead_candidates" else 0.5
+        others = {"route_ahead": 2} if name == "route_ahead_candidates" else {}
+        chosen = Settings(**{name: kind, **others}).validate()  # type: ignore[arg-type]
+        assert not chosen.fills_while_waiting
+        with pytest.raises(SettingsError, match=f"fill_cache and {name} exclude each other"):
+            replace(chosen, fill_cache=True).validate()
+
+
+@pytest.mark.fast
+def test_chat_and_serve_fill_the_cache_and_nothing_else_does(library: Library) -> None:
+    path, filling = library.path(NAME), []
+    for waits in (False, True):
+        settings = {"cache_mb": 64, "resident": False}
+        llm = open_model(path, settings, lambda _: None, threads=1, waits=waits)
+        if waits:
+            wait_for_filling(llm)
+        filling.append(llm.source is not None and llm.source.lanes.idle_bytes > 0)
+        llm.close()
+    assert filling == [False, True]

@@ -65,7 +65,7 @@ def chat(
     options.announce(model)
     path = options.model_path(model)
     with terminal.progress() as say:
-        llm = open_model(path, settings, say, context=context, threads=threads)
+        llm = open_model(path, settings, say, context=context, threads=threads, waits=True)
     try:
         conversation = Conversation(llm, system, n, Sampling(temperature=temp, seed=seed), think)
         if sys.stdin.isatty():

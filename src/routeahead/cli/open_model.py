@@ -8,6 +8,7 @@ from typing import Any
 
 from routeahead.cli import terminal
 from routeahead.cli.collector import no_collection
+from routeahead.config import Settings
 from routeahead.engine.llama import Llama
 from routeahead.experts.layout import MIB
 from routeahead.llamacpp import node_filter
@@ -24,6 +25,7 @@ def open_model(
     context: int | None = None,
     threads: int | None = None,
     outputs: Outputs = NOTHING,
+    waits: bool = False,
 ) -> Llama:
     """Loads a model, and says meanwhile what it does.
 
@@ -31,7 +33,10 @@ def open_model(
         settings: keyword arguments of `Llama`.
         say: shows a line, made when it is needed (`terminal.progress`).
         context: tokens; None for 4096, or the model's if smaller.
+        waits: it waits for people between two answers, and lanes may use that.
     """
+    if waits and Settings.split(settings)[0].fills_while_waiting:
+        settings = {**settings, "fill_cache": True}
     if not settings["resident"]:
         say(lambda: "compiling the node filter, or loading what was compiled")
         with no_collection():

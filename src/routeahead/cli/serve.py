@@ -95,7 +95,7 @@ def serve(
     address = _address(host, listening.getsockname()[1])
     with listening:
         with terminal.progress() as say:
-            llm = open_model(path, settings, say, context=context, threads=threads)
+            llm = open_model(path, settings, say, context=context, threads=threads, waits=True)
         try:
             made = listen.serving(llm, name=_name(llm, path), **served)
             listen.serve(made, listening, ready=lambda: _say_ready(address))
@@ -154,4 +154,6 @@ def _serve_replicas(
 def _open_on_node(
     path: Path, settings: dict[str, Any], context: int | None, threads: int | None
 ) -> Llama:
-    return open_model(path, settings, lambda _: None, context=context, threads=threads)
+    return open_model(
+        path, settings, lambda _: None, context=context, threads=threads, waits=True
+    )

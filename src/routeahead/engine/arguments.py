@@ -73,7 +73,7 @@ class StreamingArguments(TypedDict, total=False):
     # 'lru' (the least recently used).
     cache_policy: Literal["lru", "decay"]
     # While the cache has room, read the experts that the last runs used most when lanes are idle.
-    fill_cache: bool
+    fill_cache: bool | None
     # Lanes: threads that read experts.
     io_threads: int
     # Rows of a prompt that are evaluated at once, and read experts once. 'auto' takes as many as
