@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -152,6 +153,50 @@ def test_issued_begun_and_landed_in_time_are_told_apart(load: Load) -> None:
         time.sleep(0.001)
     assert source.require(4, [1, 2]) is None
     assert (made.issued, made.completed, made.landed, made.useful) == (5, 3, 2, 5)
+    source.cache.release()
+
+
+class FirstHangs(Gated):
+    """Of the reads after `open` was cleared, one hangs until it is set."""
+
+    def __init__(self, inner: Reader) -> None:
+        super().__init__(inner)
+        self._hangs = [True]
+
+    def read(self, shard: int, offset: int, view: memoryview, need: int) -> int:
+        if not self.open.is_set():
+            with contextlib.suppress(IndexError):
+                self._hangs.pop()
+                self.open.wait()
+        return self._inner.read(shard, offset, view, need)
+
+
+def test_a_layer_waits_for_what_was_read_early_for_it_at_two_times(load: Load) -> None:
+    """By two policies, say: the second one's reads are there, and one of the first's is not."""
+    gates: list[FirstHangs] = []
+
+    def gated(inner: Reader) -> Reader:
+        gates.append(FirstHangs(inner))
+        return gates[0]
+
+    llm = with_budget(load, "qwen3moe", 0.5, io_threads=2, wrap_reader=gated)
+    source, gate = llm.source, gates[0]
+    assert source
+    evaluate(llm, token_batches(4)[:2])
+    source.cache.budget = source.cache.budget  # empty
+    source.begin()
+    gate.open.clear()
+    source.read_early(3, [1])
+    source.read_early(3, [1, 2])
+    second = source._early[3].tickets.values()
+    while not all(ticket.done for ticket in second):
+        time.sleep(0.001)
+    assert source.cache.protected == 2 and source.prefetch.issued == 2
+    load_of_both = source.require(3, [1, 2])
+    assert load_of_both and not load_of_both.done()
+    gate.open.set()
+    source.wait(load_of_both)
+    assert (source.prefetch.completed, source.prefetch.landed, source.prefetch.useful) == (2, 1, 2)
     source.cache.release()
 
 

@@ -331,6 +331,15 @@ def test_it_is_not_loaded_whole(library: Library) -> None:
 
 
 @pytest.mark.fast
+def test_a_model_that_changes_meanwhile_is_not_packed(library: Library, tmp_path: Path) -> None:
+    path, target = tmp_path / "in.gguf", tmp_path / "out.gguf"
+    shutil.copy(library.path(NAME), path)
+    with pytest.raises(ReadError, match=r"in\.gguf: changed while it was read; pack it again"):
+        write_packed(path, target, progress=lambda *_: os.utime(path, ns=(1, 1)))
+    assert not target.exists() and not target.with_name("out.gguf.partial").exists()
+
+
+@pytest.mark.fast
 def test_what_cannot_be_packed(library: Library, tmp_path: Path) -> None:
     path, target = library.path(NAME), tmp_path / "out.gguf"
     with pytest.raises(ModelError, match="is packed already"):
@@ -344,6 +353,8 @@ def test_what_cannot_be_packed(library: Library, tmp_path: Path) -> None:
     assert (tmp_path / "there").read_text() == "mine"
     with pytest.raises(SettingsError, match="cannot be written: No such file or directory"):
         write_packed(path, tmp_path / "no folder" / "out.gguf")
+    with pytest.raises(SettingsError, match="is the name of a part of a split model"):
+        write_packed(path, tmp_path / "out-00001-of-00002.gguf")
     dense = models.write(tmp_path / "dense.gguf", replace(models.FIXTURES[NAME], dense_layers=6))
     with pytest.raises(ModelError, match=r"has no experts \(qwen3moe\): nothing to pack"):
         write_packed(dense, target)

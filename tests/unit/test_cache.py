@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from routeahead.experts.cache import ExpertCache
+from routeahead.experts.eviction import eviction
+from routeahead.types import CachePolicy
 
 
 def test_early_experts_stay_until_the_batch_after_theirs() -> None:
@@ -27,6 +31,18 @@ def test_nothing_is_evicted_for_early_experts_before_their_layer() -> None:
     assert cache.admit_early(1, [0, 1]) == [0, 1] and cache.used == 4
     assert cache.lookup(0, [0, 1]).victims == []
     assert cache.lookup(1, [0, 1]).victims == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("policy", ["lru", "decay"])
+def test_what_is_read_early_twice_for_a_layer_stays(policy: CachePolicy) -> None:
+    cache = ExpertCache(2, {0: 1, 1: 1}, eviction(policy, 8))
+    assert cache.admit_early(1, [0]) == [0] and cache.admit_early(1, [0, 1]) == [1]
+    cache.protect(1, [0])
+    assert cache.protected == 2 and cache.used == 2
+    assert cache.lookup(0, [4, 5]).victims == []
+    outcome = cache.lookup(1, [0, 1])
+    assert outcome.misses == [] and sorted(outcome.victims) == [(0, 4), (0, 5)]
+    assert cache.hits == 0 and cache.used == 2
 
 
 def test_unused_early_experts_become_ordinary() -> None:

@@ -28,6 +28,7 @@ from routeahead.experts.layout import (
     ModelLayout,
     TensorInfo,
     ceil_block,
+    is_one_of_several,
 )
 from routeahead.experts.packed import ARCHITECTURE, FINGERPRINT, NAMED, NOW, VERSION, WAS
 from routeahead.llamacpp.gguf_file import read_layout
@@ -81,6 +82,10 @@ def write_packed(
     if not layout.experts:
         raise ModelError(f"{source}: has no experts ({layout.arch}): nothing to pack")
     check_apart([("a file of the model", shard.path) for shard in layout.shards], [target])
+    if is_one_of_several(target):
+        raise SettingsError(
+            f"{target}: is the name of a part of a split model, and one file is written: give another"
+        )
     _check_absent(target)
     plan = _plan(layout)
     with _written(target) as output:
@@ -183,6 +188,8 @@ def _weights(layout: ModelLayout, parts: Sequence[TensorInfo | Region]) -> Itera
                 yield bytes(ceil_block(part.nbytes) - part.nbytes)
             else:
                 yield from _experts(files, part)
+        for file in files:
+            file.check_unchanged()
 
 
 def _experts(files: Sequence[_File], region: Region) -> Iterator[Any]:
@@ -209,6 +216,19 @@ class _File:
         self._path = path
         with self._told():
             self._file = stack.enter_context(path.open("rb", buffering=0))
+            self._before = self._state()
+
+    def _state(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def check_unchanged(self) -> None:
+        """
+        Raises:
+            ReadError: it was written to meanwhile, so that what was read may be a mixture.
+        """
+        if self._state() != self._before:
+            raise ReadError(f"{self._path}: changed while it was read; pack it again")
 
     def read(self, start: int, nbytes: int) -> Bytes:
         """
@@ -250,6 +270,7 @@ def _written(target: Path) -> Iterator[IO[bytes]]:
                 yield file
                 file.flush()
                 os.fsync(descriptor)
+                _check_absent(target)
                 part.replace(target)
             except BaseException:
                 part.unlink(missing_ok=True)

@@ -244,7 +244,7 @@ class StreamedModel:
         room = available_bytes() - layout.layer_bytes() - buffer(context.n_ubatch)
         spare = room // 8 if size == "auto" else room - size * MIB - FIXED_HEADROOM
         source.window = max(0, min(layout.layer_bytes(), WINDOW, spare))
-        if size != "auto":  # which reserves a layer; here, it is what memory has room for
+        if size != "auto":  # 'auto' leaves room for a layer; who chose a size may have none
             beside = layout.layer_bytes() + min(0, spare - FIXED_HEADROOM)
             source.cache.spare = max(0, beside) if size * MIB < layout.expert_bytes else 0
         return Window(source, experts, ubatch=context.n_ubatch, buffer=buffer)

@@ -57,9 +57,9 @@ class ExpertCache:
 
     What a batch of several rows was missing stands beside the budget until then, as far as `spare`
     allows, so that nothing is evicted for what the next lookup may find to be the first to go: of
-    the layers of a prompt, which come round once in each of its ubatches, that is the latest. It is
-    so for few rows, too: a batch of them leaves what its rows make likely. For one row nothing is
-    ever beside: what a token has just used is seldom what goes first.
+    the layers of a prompt, which come round once in each of its ubatches, that is the latest. This
+    holds for few rows, too (guesses to verify), where it was measured to save reads. For one row
+    nothing is ever beside: what a token has just used is seldom what goes first.
 
     Experts *admitted early*, for a layer that comes later, do not count against the budget until
     that layer looks them up, so that nothing is evicted for them before it would be if they were
@@ -203,7 +203,7 @@ class ExpertCache:
             return []
         part, early = self._parts[layer], dict.fromkeys(experts, False)
         if layer in self._early:
-            self._let_go(layer)
+            early |= self._let_go(layer)  # stays: somebody else's reads for the same layer
         misses = part.entries.admit(layer, early)
         self._early[layer] = early
         if misses:
@@ -233,12 +233,14 @@ class ExpertCache:
         if not here:
             return
         if layer in self._early:
-            self._let_go(layer)
+            here |= self._let_go(layer)
         self._early[layer] = here
         self._parts[layer].entries.hold(layer, here)
 
-    def _let_go(self, layer: int) -> None:
-        self._parts[layer].entries.let_go(layer, self._early.pop(layer))
+    def _let_go(self, layer: int) -> dict[int, bool]:
+        early = self._early.pop(layer)
+        self._parts[layer].entries.let_go(layer, early)
+        return early
 
     def was_read(self, layer: int, expert: int) -> None:
         """The expert was read beside the cache, and is gone: reading it again is a re-read."""

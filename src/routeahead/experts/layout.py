@@ -257,6 +257,12 @@ def _expert_tensor(tensor: TensorInfo) -> ExpertTensor | None:
 _SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf$")
 
 
+def is_one_of_several(path: Path) -> bool:
+    """Whether a file's name says that it is a part of a split model."""
+    match = _SPLIT_NAME.match(path.name)
+    return match is not None and int(match["count"]) > 1
+
+
 def shard_paths(path: Path) -> list[Path]:
     """All files of the set that `path` belongs to, first to last; [path] if it is not split.
 

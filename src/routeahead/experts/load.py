@@ -27,7 +27,7 @@ class Load:
     experts: Sequence[int]
     tickets: dict[str, Ticket] = field(default_factory=dict)
     adopted: list[Load] = field(default_factory=list)
-    reads: Sequence[Read] = ()
+    reads: tuple[Read, ...] = ()
 
     def done(self) -> bool:
         left = any(map(_REMAINING, self.tickets.values()))

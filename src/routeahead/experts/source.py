@@ -201,10 +201,9 @@ class ExpertSource:
         Only experts that are not resident are read. Without a cache nothing can be kept, so nothing
         is read.
         """
-        cache = self.cache
-        if self._emptied != cache.emptied:
+        if self._stale:
             self.recover()
-        misses = cache.admit_early(layer, experts)
+        misses = self.cache.admit_early(layer, experts)
         if misses:
             if self._guesses:  # an expert has one slot: who reads into it must be one
                 self._abandon(layer)
@@ -214,8 +213,12 @@ class ExpertSource:
             early.reads = tuple(reads)
             if begun:
                 reads += self._join(layer, begun, early.adopted, "committed")
-            self._early[layer] = early
             self.prefetch.issued += len(absent)
+            if layer in self._early:  # the layer waits for what was begun for it before, too
+                before = self._early[layer]
+                early.adopted.append(before)
+                early.experts, early.reads = [*before.experts, *absent], before.reads + early.reads
+            self._early[layer] = early
             self.lanes.submit(reads, "committed")
 
     def guess(self, layer: int, experts: Sequence[int], limit: int | None = None) -> None:
@@ -363,8 +366,9 @@ class ExpertSource:
         """Bytes that slots may have before a pool that grows makes others give back: one layer's
         experts may stand beside the cache, and so may what is read early or ahead, whose slots are
         not given back to be taken again."""
-        beside = self._token_bytes if self.prefetch.issued else 0
-        return self.cache.budget + self._layer_bytes + self.window + beside
+        budget, early = self.cache.budget, self._token_bytes if self.prefetch.issued else 0
+        layer = max(min(self._layer_bytes, self.cache.spare), self._layer_bytes - budget)
+        return budget + layer + self.window + early
 
     def wait(self, load: Load, projection: str | None = None) -> None:
         """Blocks until the bytes of `projection` (None: of all) have arrived.

@@ -35,8 +35,11 @@ from routeahead.types import Floats, Ids
     _WORDS,
 ) = range(14)  # fmt: skip
 
+# ggml's types, each with the one that its product takes: F32, F16, Q4_0 (Q8_0), Q4_K (Q8_K).
+_OPERANDS = {0: 0, 1: 1, 2: 8, 12: 15}
+
 _CLOSE, _FAR = 1e-4, 60.0  # logits whose scores may be equal: softmax has 24 bits, exp 87 nats
-_LARGE = 2 << 20  # bytes of a matrix from which on another thread may have the interpreter
+_LARGE = 2 << 20  # bytes: with a larger matrix, the interpreter lock is given up for the product
 _LINE = 64  # bytes of the CPU's caches
 _AHEAD = 16 << 10  # bytes: a core that asks only for what it needs next waits for memory
 
@@ -50,7 +53,7 @@ class NativeRanking:
     """One router: a matrix, and a bias that may be added to the logits.
 
     Attributes:
-        logits: float32 (rows,), of the last call.
+        logits: float32 (rows,), of the last call that took its vector.
     """
 
     def __init__(self, kind: int, width: int, rows: int, data: int, bias: Floats | None) -> None:
@@ -86,6 +89,18 @@ class NativeRanking:
             return None
         ids: Ids = self._ids[: self._count].copy()
         return ids
+
+
+@functools.cache
+def knows_kernels(kind: int) -> bool:
+    """Whether ggml's struct of kernels is what `ggml.Traits` takes it for, as far as known types
+    tell, and has a product of ggml type `kind`."""
+    traits = ggml.compute_library().ggml_get_type_traits_cpu
+    for known, operand in _OPERANDS.items():
+        found = traits(known).contents
+        if not found.vec_dot or found.vec_dot_type != operand:
+            return False
+    return bool(traits(kind).contents.vec_dot)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from routeahead.errors import SettingsError, StreamError
 from routeahead.llamacpp import ggml
-from routeahead.llamacpp.native_ranking import NativeRanking, knows_arrays
+from routeahead.llamacpp.native_ranking import NativeRanking, knows_arrays, knows_kernels
 from routeahead.llamacpp.tensor_values import fetch, on_host
 from routeahead.routing.policy import Precision
 from routeahead.routing.selection import Activation, SelectionRule
@@ -158,7 +158,9 @@ class RouterProduct:
         logits turn out not to be a graph's."""
         self._top_k = rule.top_k
         by_logits = rule.activation in ("none", "softmax")
-        if not by_logits or rule.groups or rule.selection_bias is not None or not knows_arrays():
+        if not by_logits or rule.groups or rule.selection_bias is not None:
+            return None
+        if not (knows_arrays() and knows_kernels(kind)):
             return None
         native = NativeRanking(kind, self.width, self.n_expert, data, rule.router_bias)
         probe = np.random.default_rng(self.width).standard_normal(self.width, np.float32)
