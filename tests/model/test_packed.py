@@ -330,6 +330,22 @@ def test_it_is_not_loaded_whole(library: Library) -> None:
     assert Llama(path, vocab_only=True).tokenize(b"a")
 
 
+def test_of_a_large_expert_each_projection_is_a_read(
+    load: Load, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the first one computes while the others are read; it is not worth a packed file."""
+    path = library.packed(NAME)
+    monkeypatch.setattr("routeahead.experts.layout.AT_ONCE", 100)
+    llm = with_budget(load, NAME, 0.25, packed=True, poison=True, wrap_reader=Delayed)
+    for batches, expected in zip(PROMPTS, library.resident(NAME), strict=True):
+        np.testing.assert_array_equal(evaluate(llm, batches), expected)
+    assert llm.layout.packed and llm.layout.shards[0].path == path
+    assert llm.counters.decode.reads == 3 * llm.counters.decode.misses > 0
+    monkeypatch.setattr("routeahead.engine.packing.AT_ONCE", 100)
+    with pytest.raises(ModelError, match="one read of all of it is slower"):
+        write_packed(library.path(NAME), tmp_path / "out.gguf")
+
+
 @pytest.mark.fast
 def test_a_model_that_changes_meanwhile_is_not_packed(library: Library, tmp_path: Path) -> None:
     path, target = tmp_path / "in.gguf", tmp_path / "out.gguf"

@@ -239,7 +239,7 @@ def _machine(layout: ModelLayout, settings: Settings, disk: Disk, engine: Engine
         compute_s=engine.hot_s / len(layout.moe_layers),
         latency_s=disk.latency_s,
         lanes=settings.io_threads,
-        reads=1 if layout.packed else PROJECTIONS,
+        reads=1 if len(layout.pieces) == len(layout.moe_layers) else PROJECTIONS,
         overlap=settings.overlap,
         expert_share=experts / (experts + _read_by_a_token(layout)),
     )

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from routeahead.engine.fingerprint import fingerprint
 from routeahead.errors import ModelError, ReadError, SettingsError
 from routeahead.experts.layout import (
+    AT_ONCE,
     BLOCK,
     MIB,
     ExpertTensor,
@@ -72,7 +73,8 @@ def write_packed(
         progress: called with (bytes done, bytes in all).
 
     Raises:
-        ModelError: the model cannot be used, has no experts or is packed.
+        ModelError: the model cannot be used, has no experts, or such that a packed file is no faster,
+            or is packed.
         ReadError: a file of it cannot be read.
         SettingsError: the target exists or cannot be written, or the disk has no room.
     """
@@ -81,6 +83,12 @@ def write_packed(
         raise ModelError(f"{source}: is packed already")
     if not layout.experts:
         raise ModelError(f"{source}: has no experts ({layout.arch}): nothing to pack")
+    smallest = min(layout.bytes_by_layer().values())
+    if smallest > AT_ONCE:
+        raise ModelError(
+            f"{source}: an expert has {smallest >> 10:,} KiB, and above {AT_ONCE >> 10} one read of "
+            "all of it is slower than one for each projection: nothing to pack"
+        )
     check_apart([("a file of the model", shard.path) for shard in layout.shards], [target])
     if is_one_of_several(target):
         raise SettingsError(

@@ -109,11 +109,16 @@ Piece = Sequence[ExpertTensor]
 side by side in the file."""
 
 
+AT_ONCE = 512 << 10
+"""Bytes of an expert up to which one read brings all of it. Of larger ones the first projection
+computes while the others are read, which is worth more than fewer reads (docs/performance.md)."""
+
+
 def pieces(tensors: Iterable[ExpertTensor]) -> list[Piece]:
-    """The fewest reads that bring an expert of each layer; `tensors` as `ModelLayout.experts`."""
+    """The reads that bring an expert of each layer; `tensors` as `ModelLayout.experts`."""
     found: list[list[ExpertTensor]] = []
     for tensor in tensors:
-        if found and tensor.follows(found[-1][-1]):
+        if found and tensor.follows(found[-1][-1]) and tensor.stride <= AT_ONCE:
             found[-1].append(tensor)
         else:
             found.append([tensor])
