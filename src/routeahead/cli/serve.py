@@ -154,6 +154,4 @@ def _serve_replicas(
 def _open_on_node(
     path: Path, settings: dict[str, Any], context: int | None, threads: int | None
 ) -> Llama:
-    return open_model(
-        path, settings, lambda _: None, context=context, threads=threads, waits=True
-    )
+    return open_model(path, settings, lambda _: None, context=context, threads=threads, waits=True)

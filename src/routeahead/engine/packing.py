@@ -73,8 +73,8 @@ def write_packed(
         progress: called with (bytes done, bytes in all).
 
     Raises:
-        ModelError: the model cannot be used, has no experts, or such that a packed file is no faster,
-            or is packed.
+        ModelError: the model cannot be used, is packed, has no experts, or only such that a packed
+            file is not faster.
         ReadError: a file of it cannot be read.
         SettingsError: the target exists or cannot be written, or the disk has no room.
     """
@@ -86,13 +86,14 @@ def write_packed(
     smallest = min(layout.bytes_by_layer().values())
     if smallest > AT_ONCE:
         raise ModelError(
-            f"{source}: an expert has {smallest >> 10:,} KiB, and above {AT_ONCE >> 10} one read of "
-            "all of it is slower than one for each projection: nothing to pack"
+            f"{source}: an expert has {smallest >> 10:,} KiB, and above {AT_ONCE >> 10} one read "
+            "of all of it is slower than one for each projection: nothing to pack"
         )
     check_apart([("a file of the model", shard.path) for shard in layout.shards], [target])
     if is_one_of_several(target):
         raise SettingsError(
-            f"{target}: is the name of a part of a split model, and one file is written: give another"
+            f"{target}: is the name of a part of a split model, and one file is written: give "
+            "another name"
         )
     _check_absent(target)
     plan = _plan(layout)
