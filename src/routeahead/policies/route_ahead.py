@@ -342,7 +342,8 @@ class RouteAhead(PredictingPolicy):
 
     def lines(self, decode: Totals) -> list[str]:
         counts, more = self.counts, self._options.route_ahead_candidates
-        choice = "" if more is None else f", top-k {more:+} candidates"
+        read = f"top-k {more:+}" if more else "top-k"
+        choice = "" if more is None else f", chosen among {read} and the cache"
         return [
             f"moe-route-ahead: {self.depth} layers early{choice} — {counts.committed} routings "
             f"committed, {counts.passed_through} passed through; committed selection agreed with "
