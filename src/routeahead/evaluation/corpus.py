@@ -144,9 +144,8 @@ def open_vocabulary(path: Path) -> Iterator[Vocabulary]:
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
     layout = read_layout(path)
-    named = _architecture(layout.arch)
     if layout.packed:
-        params.kv_overrides = named
+        params.kv_overrides = _architecture(layout.arch)
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise ModelError(f"{path}: llama.cpp cannot read its vocabulary")

@@ -82,7 +82,7 @@ class Pool:
     Attributes:
         address: of slot 0.
         stride: bytes from one slot to the next.
-        count: slots from 0 on that were ever taken and still have memory.
+        count: slots from 0 on that were ever taken, less free ones at the end (`shrink`).
     """
 
     def __init__(self, memory: memoryview, address: int, stride: int) -> None:
