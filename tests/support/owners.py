@@ -41,7 +41,7 @@ from routeahead.experts.reads import Read, Ticket
 from routeahead.experts.slot_table import LayerSlots, SlotTable
 from routeahead.experts.slots import Pool
 from routeahead.experts.source import ExpertSource
-from routeahead.prediction.worker import Prediction
+from routeahead.prediction.worker import Prediction, Worker
 
 # Class → attributes that any thread may read.
 OWNED: dict[type, set[str]] = {
@@ -247,16 +247,16 @@ class Owners:
         self._set(Read, "__setattr__", written, raising=False)
 
     def _watch_predictions(self) -> None:
-        make, hand_over, put = Prediction.__init__, Prediction.hand_over, Prediction.__setattr__
+        make, submit, put = Prediction.__init__, Worker.submit, Prediction.__setattr__
         handed: set[int] = set()
 
         def made(prediction: Prediction, *arguments: Any) -> None:
             handed.discard(id(prediction))
             make(prediction, *arguments)
 
-        def handed_over(prediction: Prediction) -> None:
-            hand_over(prediction)
+        def submitted(worker: Worker, prediction: Prediction) -> None:
             handed.add(id(prediction))
+            submit(worker, prediction)
 
         def written(prediction: Prediction, name: str, value: Any) -> None:
             self.seen += 1
@@ -266,7 +266,7 @@ class Owners:
             put(prediction, name, value)
 
         self._set(Prediction, "__init__", made)
-        self._set(Prediction, "hand_over", handed_over)
+        self._set(Worker, "submit", submitted)
         self._set(Prediction, "__setattr__", written, raising=False)
 
     # --- locked, and of one lane ---
