@@ -18,6 +18,7 @@ from support.readers import Failing, Unruly, disk_error, interrupt
 
 from routeahead import Llama, ReadError
 from routeahead.experts.reader import Reader
+from routeahead.experts.source import ExpertSource
 from routeahead.policies.route_ahead import RouteAhead
 from routeahead.telemetry.io_trace import read_io_trace, report
 from routeahead.telemetry.recorder import Outputs
@@ -119,20 +120,26 @@ class Gated:
         self._inner.close()
 
 
-def test_issued_begun_and_landed_in_time_are_told_apart(load: Load) -> None:
-    """One lane, which hangs in the first of an expert's reads until the layer comes."""
+def emptied(load: Load, gate: type[Gated], *, lanes: int) -> tuple[ExpertSource, Gated]:
+    """A model's source, whose cache has nothing, and the open gate before its disk."""
     gates: list[Gated] = []
 
     def gated(inner: Reader) -> Reader:
-        gates.append(Gated(inner))
+        gates.append(gate(inner))
         return gates[0]
 
-    llm = with_budget(load, "qwen3moe", 0.5, io_threads=1, wrap_reader=gated)
-    source, gate = llm.source, gates[0]
-    assert source
+    llm = with_budget(load, "qwen3moe", 0.5, io_threads=lanes, wrap_reader=gated)
     evaluate(llm, token_batches(4)[:2])
+    source = llm.source
+    assert source
     source.cache.budget = source.cache.budget  # empty
     source.begin()
+    return source, gates[0]
+
+
+def test_issued_begun_and_landed_in_time_are_told_apart(load: Load) -> None:
+    """One lane, which hangs in the first of an expert's reads until the layer comes."""
+    source, gate = emptied(load, Gated, lanes=1)
     before, read = source.lanes.early_bytes, source.lanes.bytes_read
     gate.open.clear()
     source.read_early(3, [1, 2, 5])
@@ -173,18 +180,7 @@ class FirstHangs(Gated):
 
 def test_a_layer_waits_for_what_was_read_early_for_it_at_two_times(load: Load) -> None:
     """By two policies, say: the second one's reads are there, and one of the first's is not."""
-    gates: list[FirstHangs] = []
-
-    def gated(inner: Reader) -> Reader:
-        gates.append(FirstHangs(inner))
-        return gates[0]
-
-    llm = with_budget(load, "qwen3moe", 0.5, io_threads=2, wrap_reader=gated)
-    source, gate = llm.source, gates[0]
-    assert source
-    evaluate(llm, token_batches(4)[:2])
-    source.cache.budget = source.cache.budget  # empty
-    source.begin()
+    source, gate = emptied(load, FirstHangs, lanes=2)
     gate.open.clear()
     source.read_early(3, [1])
     source.read_early(3, [1, 2])

@@ -15,7 +15,7 @@ import pytest
 from support import models
 from support.library import PROMPTS, Library, csv_rows, evaluate
 from support.pairwise import combined, pairwise
-from support.readers import Delayed
+from support.readers import WAYS, Delayed
 
 from routeahead import Llama
 from routeahead.telemetry.recorder import Outputs
@@ -113,18 +113,10 @@ def test_same_logits(
         assert calls > stops  # products were announced while reads were pending
 
 
-VARIATIONS: dict[str, dict[str, object]] = {
-    "mapped-dense": {"dense": "mmap", "poison": True},
-    "delayed": {"wrap_reader": Delayed, "poison": True},
-    "delayed-lanes": {"wrap_reader": Delayed, "io_threads": 4},
-    "delayed-serial": {"wrap_reader": Delayed, "overlap": False},
-}
-
-
-@pytest.mark.parametrize("variation", VARIATIONS)
+@pytest.mark.parametrize("variation", WAYS)
 @pytest.mark.parametrize("name", models.FIXTURES)
 def test_same_logits_another_way(load: Load, library: Library, name: str, variation: str) -> None:
-    llm = load(name, cache_mb=0, **VARIATIONS[variation])
+    llm = load(name, cache_mb=0, **WAYS[variation])
     assert llm.source
     llm.source.cache.budget = llm.layout.token_bytes()
     assert_same(llm, library, name)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from support import models
 from support.library import PROMPTS, Library, evaluate, with_budget
-from support.readers import Delayed, Failing, disk_error
+from support.readers import WAYS, Delayed, Failing, disk_error
 
 from routeahead import Llama, ModelError, ReadError, SettingsError
 from routeahead.engine import packing
@@ -122,13 +122,7 @@ def test_it_stands_for_the_original(library: Library, load: Load) -> None:
 
 # --- the same tokens ---
 
-VARIATIONS: dict[str, dict[str, Any]] = {
-    "poison": {"poison": True},
-    "mapped-dense": {"dense": "mmap", "poison": True},
-    "delayed": {"wrap_reader": Delayed, "poison": True},
-    "delayed-lanes": {"wrap_reader": Delayed, "io_threads": 4},
-    "delayed-serial": {"wrap_reader": Delayed, "overlap": False},
-}
+VARIATIONS = {"poison": {"poison": True}, **WAYS}
 
 
 @pytest.mark.parametrize("variation", VARIATIONS)

@@ -29,6 +29,15 @@ class Delayed:
         self._inner.close()
 
 
+# Ways to stream that must all give the same logits.
+WAYS: dict[str, dict[str, object]] = {
+    "mapped-dense": {"dense": "mmap", "poison": True},
+    "delayed": {"wrap_reader": Delayed, "poison": True},
+    "delayed-lanes": {"wrap_reader": Delayed, "io_threads": 4},
+    "delayed-serial": {"wrap_reader": Delayed, "overlap": False},
+}
+
+
 class Failing:
     """Runs `fault` instead of the read whenever `when(number of the read)` says so."""
 
