@@ -117,8 +117,8 @@ def _check_room(target: Path, nbytes: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if nbytes + _SPARE > free:
         raise SettingsError(
-            f"{target}: {nbytes // MIB:,} MiB are to be written and {free // MIB:,} are free: make "
-            "room, or write to another disk"
+            f"{target}: {nbytes // MIB:,} MiB are to be written and {free // MIB:,} are free, of "
+            f"which {_SPARE // MIB} stay free: make room, or write to another disk"
         )
 
 
