@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.faults import STOPS, CutShort, Fault, RaisingStop
+from support.faults import STOPS, CutShort, Fault, RaisingStop, interrupt_next_read
 from support.library import PROMPTS, Library, evaluate
 from support.readers import Failing, disk_error
 
@@ -172,17 +170,8 @@ def test_callback_cut_short_is_noticed(
 def test_interrupt_in_the_middle_of_a_token(load: Load, library: Library) -> None:
     """A real SIGINT that arrives while the evaluation thread waits for a lane."""
     llm = load(NAME, cache_mb=0)
-    reader = llm.streamed._reader
     llm.eval(PROMPTS[0][0])
-    read, main = reader.read, threading.main_thread().ident
-
-    def interrupted(shard: int, offset: int, view: memoryview, need: int) -> int:
-        reader.read = read  # type: ignore[method-assign]
-        signal.pthread_kill(main or 0, signal.SIGINT)
-        time.sleep(0.05)
-        return read(shard, offset, view, need)
-
-    reader.read = interrupted  # type: ignore[method-assign]
+    interrupt_next_read(llm)
     with pytest.raises(KeyboardInterrupt):
         llm.eval(PROMPTS[0][1])
     assert_recovers(llm, library)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +10,7 @@ import llama_cpp
 import numpy as np
 import pytest
 from support import raw
-from support.faults import STOPS, CutShort, Fault, RaisingStop
+from support.faults import STOPS, CutShort, Fault, RaisingStop, interrupt_next_read
 from support.library import PROMPTS, Library, evaluate, with_budget
 from support.readers import Failing, disk_error
 
@@ -171,16 +168,7 @@ def test_callback_cut_short_is_noticed(
 def test_interrupt(load: Load, library: Library) -> None:
     """A real SIGINT that arrives while the evaluation thread waits for a lane."""
     llm = load(NAME, cache_mb=0)
-    reader = llm.streamed._reader
-    read, main = reader.read, threading.main_thread().ident
-
-    def interrupted(shard: int, offset: int, view: memoryview, need: int) -> int:
-        reader.read = read  # type: ignore[method-assign]
-        signal.pthread_kill(main or 0, signal.SIGINT)
-        time.sleep(0.05)
-        return read(shard, offset, view, need)
-
-    reader.read = interrupted  # type: ignore[method-assign]
+    interrupt_next_read(llm)
     assert raw.decode(llm, PROMPT, 0) == ABORTED
     with pytest.raises(KeyboardInterrupt):
         llm.check()

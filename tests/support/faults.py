@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+from routeahead import Llama
 from routeahead.llamacpp.eval_callback import EvalCallback
 
 STOPS = ["routed", "product", "streams", "final_weights"]
@@ -37,3 +41,17 @@ class CutShort(EvalCallback):
         if self.armed:
             raise Fault
         return super()._on_stop(address, ask)
+
+
+def interrupt_next_read(llm: Llama) -> None:
+    """A real SIGINT arrives while the evaluation thread waits for a lane."""
+    reader = llm.streamed._reader
+    read, main = reader.read, threading.main_thread().ident
+
+    def interrupted(shard: int, offset: int, view: memoryview, need: int) -> int:
+        reader.read = read  # type: ignore[method-assign]
+        signal.pthread_kill(main or 0, signal.SIGINT)
+        time.sleep(0.05)
+        return read(shard, offset, view, need)
+
+    reader.read = interrupted  # type: ignore[method-assign]

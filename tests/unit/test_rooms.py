@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "routeahead"
-SHARED = {"errors", "types", "setting"}  # that every room may import
+SHARED = {"errors", "types", "setting", "machine_code"}  # that every room may import
 
 
 def room(module: str) -> str:

@@ -25,6 +25,7 @@ import numpy as np
 from numba import carray, types  # type: ignore[attr-defined]
 
 from routeahead.experts.eviction import Key
+from routeahead.machine_code import machine_code
 from routeahead.types import Ids
 
 HALF_LIVES = (0.7, 5.0, 40.0)  # tokens
@@ -154,20 +155,10 @@ class Decay:
 
 @functools.cache
 def _compiled() -> tuple[Call, Call]:
-    """`_use` and `_evict` as machine code, which numba keeps on disk where it finds a folder."""
+    """`_use` and `_evict` as machine code."""
     pointer: Any = types.CPointer
     signature = types.void(pointer(types.voidptr), pointer(types.int64))
-
-    def compile_all(*, cached: bool) -> list[Any]:
-        return [
-            numba.cfunc(signature, cache=cached, error_model="numpy")(function)
-            for function in (_use, _evict)
-        ]
-
-    try:
-        functions = compile_all(cached=True)
-    except Exception:  # no folder that can be written, a full disk, a damaged file
-        functions = compile_all(cached=False)
+    functions = [machine_code(signature, function) for function in (_use, _evict)]
     # A call takes less time than handing the interpreter lock over, so it is kept.
     prototype = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
     calls = [prototype(function.address) for function in functions]

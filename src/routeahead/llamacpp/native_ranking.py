@@ -24,6 +24,7 @@ from numba.extending import intrinsic
 
 from routeahead.llamacpp import ggml
 from routeahead.llamacpp.native_code import pointer
+from routeahead.machine_code import machine_code
 from routeahead.types import Floats, Ids
 
 # What machine code is given.
@@ -232,14 +233,10 @@ def _rank(addresses: Any, hidden: Any) -> Any:
 @functools.cache
 def _compiled() -> tuple[Rank, Rank]:
     """`_rank` as machine code that keeps the interpreter lock, and that lets another thread have
-    it; numba keeps it on disk where it finds a folder."""
+    it."""
     pointers: Any = types.CPointer
     array = pointers(types.int64)
-    signature = types.int32(array, array)
-    try:
-        function = numba.cfunc(signature, cache=True, error_model="numpy")(_rank)
-    except Exception:  # no folder that can be written, a full disk, a damaged file
-        function = numba.cfunc(signature, cache=False, error_model="numpy")(_rank)
+    function = machine_code(types.int32(array, array), _rank)
     calls = []
     for prototype in (ctypes.PYFUNCTYPE, ctypes.CFUNCTYPE):
         kind = prototype(ctypes.c_int, ctypes.c_void_p, ctypes.py_object)

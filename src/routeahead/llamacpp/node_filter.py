@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,9 @@ import numba
 import numpy as np
 from numba import carray, types  # type: ignore[attr-defined]
 
-from routeahead.errors import SettingsError
 from routeahead.llamacpp import ggml
 from routeahead.llamacpp.native_code import address_of, call, call_is_host, pointer
+from routeahead.machine_code import machine_code
 
 # Words of the state that the filter and Python share. One thread runs both, in turn.
 CALLBACK = 0  # address of Python's entry
@@ -323,17 +324,11 @@ def _stopped(state: Any, tensor: Any, words: Any, op: Any) -> Any:
 def compiled() -> Any:
     """The filter as a numba cfunc `bool (ggml_tensor *, bool ask, int64 *state)`.
 
-    Its machine code is kept on disk by numba, as a start takes half a second less with it.
-
     Raises:
         SettingsError: numba was told not to compile.
     """
-    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
-        raise SettingsError("NUMBA_DISABLE_JIT is set, but streaming needs numba: unset it")
-    try:
-        return _compile(_frozen(), cached=True)
-    except Exception:  # no folder that can be written, a full disk, a damaged file
-        return _compile(_frozen(), cached=False)
+    signature = types.boolean(types.voidptr, types.boolean, types.voidptr)
+    return machine_code(signature, _filter(_frozen()))
 
 
 def _frozen() -> int:
@@ -355,8 +350,7 @@ def _frozen() -> int:
     return int.from_bytes(digest.digest()[:7], "little")
 
 
-def _compile(frozen: int, *, cached: bool) -> Any:
-    @numba.cfunc(types.boolean(types.voidptr, types.boolean, types.voidptr), cache=cached)
+def _filter(frozen: int) -> Callable[..., Any]:
     def node_filter(tensor: Any, ask: Any, state_pointer: Any) -> Any:
         frozen  # noqa: B018  a free variable's value is a part of the cache's key
         state = carray(state_pointer, (STATE_WORDS,), dtype=np.int64)
