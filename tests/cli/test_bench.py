@@ -250,7 +250,7 @@ def test_command_refuses_what_it_cannot_do(model: Path, tmp_path: Path) -> None:
     for arguments, message in (
         ([], "nothing to run"),
         (["--cell", "a:", "--cells", tmp_path / "x"], "not both"),
-        (["--cell", "a:", "--json", tmp_path / "none" / "x"], "No such file or directory"),
+        (["--cell", "a:", "--json", tmp_path / "none" / "x"], "there is no folder"),
     ):
         result = invoke(model, *arguments)
         assert isinstance(result.exception, SettingsError) and message in str(result.exception)

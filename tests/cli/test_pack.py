@@ -50,7 +50,7 @@ def test_inspect_says_so(command: Command, packed: Path) -> None:
 
 def test_a_mistake_is_one_line(command: Command, packed: Path, library: Library) -> None:
     mistakes = [
-        (("pack", DEFAULT_MODEL, packed), "exists: delete it, or give another name"),
+        (("pack", DEFAULT_MODEL, packed), "exists: give another name, or delete it"),
         (("pack", packed, packed.with_name("again.gguf")), "is packed already"),
         (("run", packed, *ASKED, "--resident"), "llama.cpp cannot load a packed file"),
         (("eval", packed, "--text", __file__, "--max-tokens", 8), "cannot load a packed file"),

@@ -138,7 +138,7 @@ def test_gates_are_what_was_written(tmp_path: Path) -> None:
     assert (found.fitted, found.held, found.depths) == (10, 4, [2])
     np.testing.assert_array_equal(check_depth(found, 2, path)[5].matrix, ROUTER)
     assert check_depth(found, 2, path)[6] == made().gates[6, 2]
-    with pytest.raises(SettingsError, match=r"depth of 2, not 3.*--depth 3"):
+    with pytest.raises(SettingsError, match=r"depth 2, not 3.*--depth 3"):
         check_depth(found, 3, path)
     with pytest.raises(SettingsError, match="another model"):
         read_gates(path, "bb")

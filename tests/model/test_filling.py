@@ -23,7 +23,7 @@ from support.readers import Delayed, Failing, Unruly, disk_error, interrupt
 from routeahead import Llama, SettingsError
 from routeahead.cli.open_model import open_model
 from routeahead.config import Settings
-from routeahead.engine.profile import profile_path
+from routeahead.engine.profile import profile_path, read_uses
 from routeahead.experts.reader import Reader
 from routeahead.setting import facts_of
 
@@ -359,6 +359,19 @@ def test_a_damaged_profile_is_none(load: Load, content: bytes) -> None:
     evaluate(other, PROMPTS[1])
     other.close()
     assert json.loads(path.read_text())["format"] == "routeahead uses v1"
+
+
+@pytest.mark.parametrize("count", ["1" * 400, "Infinity", "NaN", "-1"])
+def test_a_profile_has_counts(load: Load, count: str) -> None:
+    layout = load(NAME, cache_mb=0).layout
+    layers = {tensor.layer: [1] * tensor.n_expert for tensor in layout.experts}
+    content = json.dumps({"format": "routeahead uses v1", "layers": layers})
+    path = profile_path(layout)
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert any(map(any, read_uses(layout).merged().values()))
+    path.write_text(content.replace("[1,", f"[{count},", 1))
+    assert not any(map(any, read_uses(layout).merged().values()))
 
 
 @pytest.mark.fast

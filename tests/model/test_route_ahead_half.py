@@ -261,7 +261,7 @@ def test_calibration_fits_and_counts_what_is_before_attention(
         assert counts.committed == 60 * len(layers)
         agreed.append(counts.agreed_slots / counts.slots)
     assert agreed[0] != agreed[1]
-    with pytest.raises(SettingsError, match=r"depth of 0\.5 and 1, not 2"):
+    with pytest.raises(SettingsError, match=r"depth 0\.5, 1, not 2"):
         load(name, cache_mb=8, route_ahead=2, route_ahead_gates=file)
 
 

@@ -55,6 +55,25 @@ class Gate:
             self.closed.set()
 
 
+def test_before_the_first_job_what_idle_lanes_read_is_shown(load: Any) -> None:
+    llm = load("qwen3moe", fill_cache=True)
+    live = Live(llm)
+    assert live.latest.cache["budget"] > 0  # the cache is empty, and it is there
+    evaluator = Evaluator(llm, live, None, queue=2)
+    evaluator.start()
+
+    def filled() -> bool:
+        live.watch()
+        evaluator.wake()
+        return live.latest.idle_bytes >= llm.layout.expert_bytes
+
+    try:
+        asyncio.run(_until(filled))
+    finally:
+        evaluator.close()
+    assert set(live.latest.residency) == set(llm.layout.moe_layers)
+
+
 def test_jobs_run_one_at_a_time_in_their_order(evaluator: Evaluator) -> None:
     running: list[int] = []
 

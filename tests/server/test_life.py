@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import signal
+import socket
 import threading
 import time
 import zlib
@@ -140,3 +143,18 @@ def test_a_turn_after_a_restart_evaluates_its_new_tokens_only(tmp_path: Path) ->
         assert fresh["choices"][0]["message"] == second["choices"][0]["message"]
     finally:
         llm.close()
+
+
+def test_connections_beyond_the_open_files_wait(tmp_path: Path) -> None:
+    with Server(tmp_path, "--cache-mb", 2) as server:
+        there = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+        limits = (there + 5, there + 5)
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
+        address = ("127.0.0.1", httpx.URL(server.url).port)
+        waiting = [socket.create_connection(address) for _ in range(20)]
+        until(lambda: any("too many open files" in line for line in server.errors))
+        for one in waiting:
+            one.close()
+        assert server.ask(FRANCE)["choices"][0]["message"]["content"] == "Paris"
+        assert server.stop(signal.SIGTERM) == 0
+        assert len(server.errors) == 2, "\n".join(server.errors)

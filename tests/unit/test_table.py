@@ -118,5 +118,5 @@ def test_a_number_that_is_absent_is_refused_unless_it_is_a_float(tmp_path: Path)
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_a_file_that_cannot_be_written_is_one_clear_line(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / "absent" / f"table.{suffix}"
-    with pytest.raises(SettingsError, match="cannot be written: No such file"):
+    with pytest.raises(SettingsError, match="cannot be written: there is no folder"):
         open_table(path, COLUMNS, {})

@@ -84,7 +84,7 @@ class Calibration:
         if not layout.experts:
             raise ModelError(f"{request.model}: has no experts, so no routers either")
         self.pairs = _pairs(request, layout.moe_layers)
-        self._width = int(layout.value("embedding_length") or 0)
+        self.width = int(layout.value("embedding_length") or 0)
         self.nbytes = self._memory()
         self._check_memory(layout)
         trained = int(layout.value("context_length") or request.context)
@@ -105,7 +105,7 @@ class Calibration:
         Raises:
             SettingsError, ModelError, ReadError, StreamError: the model could not be run.
         """
-        moments = Moments(self.pairs, self._width, self._layout.n_expert)
+        moments = Moments(self.pairs, self.width, self._layout.n_expert)
         done = self._restore(moments)
         observer = Observer(attention=HALF in self._request.depths)
         with self._opened(observer) as llm:
@@ -129,7 +129,7 @@ class Calibration:
 
     def _memory(self) -> int:
         """Moments, the matrices of all penalties, and what one solution takes."""
-        width, experts = self._width, self._layout.n_expert
+        width, experts = self.width, self._layout.n_expert
         candidates = 4 * width * experts * len(self.pairs) * len(PENALTIES)
         solving = 8 * width * (3 * width + 4 * experts)
         return Moments.nbytes(self.pairs, width, experts) + candidates + solving

@@ -97,6 +97,11 @@ def calibrate(
     write_gates(out, found)
     calibration.forget()
     terminal.note(f"{found.fitted} tokens fitted, {found.held} held out: written to {out}")
+    if found.fitted < calibration.width:
+        terminal.note(
+            f"that is little: a vector has {calibration.width} numbers; give more text than that"
+        )
+    terminal.note("slots predicted right: by the layers' own routers / calibrated")
     _print(found)
 
 
@@ -111,7 +116,7 @@ def _run(calibration: Calibration) -> Gates:
 
 
 def _print(gates: Gates) -> None:
-    """Slots predicted right: the layers' own routers / what was fitted."""
+    """Slots of held-out documents that the layers' own routers, and what was fitted, predict."""
     layers = sorted({layer for layer, _ in gates.gates})
 
     def cell(layer: int, depth: float) -> str:

@@ -149,7 +149,8 @@ class CacheBudget:
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_S):
-            self.look()
+            with contextlib.suppress(OSError):  # no descriptor to look with: at the next look
+                self.look()
 
     def look(self) -> None:
         """Publishes how much there is room for, and makes the cache of a resting model smaller."""

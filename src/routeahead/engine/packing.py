@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from routeahead.experts.layout import (
 from routeahead.experts.packed import ARCHITECTURE, FINGERPRINT, NAMED, NOW, VERSION, WAS
 from routeahead.llamacpp.gguf_file import read_layout
 from routeahead.llamacpp.gguf_metadata import MAGIC, read_header
-from routeahead.telemetry.output_files import check_apart
+from routeahead.telemetry.output_files import check_apart, not_written
 
 _GGUF_VERSION, _U32, _STRING = 3, 4, 8
 _ALIGNMENT = "general.alignment"
@@ -110,15 +111,15 @@ def write_packed(
 
 def _check_absent(target: Path) -> None:
     if os.path.lexists(target):
-        raise SettingsError(f"{target}: exists: delete it, or give another name")
+        raise SettingsError(f"{target}: exists: give another name, or delete it first")
 
 
 def _check_room(target: Path, nbytes: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if nbytes + _SPARE > free:
         raise SettingsError(
-            f"{target}: {nbytes // MIB:,} MiB are to be written and {free // MIB:,} are free, of "
-            f"which {_SPARE // MIB} stay free: make room, or write to another disk"
+            f"{target}: {nbytes // MIB:,} MiB are to be written, {_SPARE // MIB} more stay free, "
+            f"and {free // MIB:,} are free: make room, or write to another disk"
         )
 
 
@@ -270,8 +271,11 @@ def _written(target: Path) -> Iterator[IO[bytes]]:
     """
     part = target.with_name(f"{target.name}.partial")
     try:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        # Without O_NONBLOCK, a FIFO of that name would be waited for.
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         with open(descriptor, "wb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise SettingsError(f"{part}: is no regular file: delete it")
             _lock(file, part)
             try:
                 _check_absent(target)
@@ -285,7 +289,7 @@ def _written(target: Path) -> Iterator[IO[bytes]]:
                 part.unlink(missing_ok=True)
                 raise
     except OSError as error:
-        raise SettingsError(f"{target}: cannot be written: {error.strerror}") from None
+        raise not_written(part if error.filename else target, error) from None
 
 
 def _lock(file: IO[bytes], part: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from routeahead.experts.uses import Uses
 from routeahead.telemetry.json_file import write_json
 
 _FORMAT = "routeahead uses v1"
+_DAMAGED = ArithmeticError, LookupError, TypeError, ValueError
 
 
 def profile_path(layout: ModelLayout) -> Path:
@@ -36,9 +38,10 @@ def profile_path(layout: ModelLayout) -> Path:
 def read_uses(layout: ModelLayout) -> Uses:
     """No uses yet in this run, and what earlier ones left."""
     experts = {tensor.layer: tensor.n_expert for tensor in layout.experts}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
-        content = json.loads(profile_path(layout).read_text(encoding="utf-8"))
-        if content["format"] == _FORMAT:
+    with contextlib.suppress(OSError, RuntimeError, *_DAMAGED):
+        path = profile_path(layout)
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if content and content["format"] == _FORMAT:
             return Uses(experts, _checked(content["layers"], experts))
     return Uses(experts)
 
@@ -48,11 +51,13 @@ def _checked(
 ) -> dict[int, list[float]]:
     """
     Raises:
-        ValueError, KeyError, TypeError: they are not counts of such layers.
+        ArithmeticError, LookupError, TypeError, ValueError: they are not counts of such layers.
     """
     counts = {layer: [float(count) for count in layers[str(layer)]] for layer in experts}
     if any(len(counts[layer]) != count for layer, count in experts.items()):
         raise ValueError("of other layers")
+    if not all(0 <= count < math.inf for of in counts.values() for count in of):
+        raise ValueError("no counts")
     return counts
 
 

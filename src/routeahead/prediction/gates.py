@@ -125,9 +125,9 @@ def check_depth(gates: Gates, depth: float, path: Path) -> dict[int, Gate]:
     """
     found = gates.at(depth)
     if not found:
-        there = " and ".join(map(str, gates.depths))
+        there = ", ".join(map(str, gates.depths))
         raise SettingsError(
-            f"{path}: calibrated for a depth of {there}, not {depth}: give another route_ahead, or "
+            f"{path}: calibrated for depth {there}, not {depth}: give another route_ahead, or "
             f"calibrate with --depth {depth}"
         )
     return found

@@ -71,14 +71,14 @@ def _add_pages(app: FastAPI, served: Served, metrics: Metrics) -> None:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
+        served.evaluator.wake()
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/api/stream")
     async def stream() -> dict[str, Any]:
         running, waiting = served.evaluator.load
         found = as_dict(served.live.watch())
-        if not running:
-            served.evaluator.wake()
+        served.evaluator.wake()
         return {**found, "model": served.about, "running": running, "waiting": waiting}
 
 

@@ -166,7 +166,9 @@ class Evaluator:
             if self._running:
                 self._do(self._running)
                 unsaved = True
-            elif unsaved:  # idle, or about to end
+                continue
+            self._live.offer(self._llm)
+            if unsaved:  # idle, or about to end
                 self._save()
                 unsaved = False
             if closing:

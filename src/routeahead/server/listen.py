@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -22,6 +24,8 @@ from routeahead.server.guard import LOOPBACK
 from routeahead.server.live import Live
 from routeahead.server.prompt_cache import PromptCache
 from routeahead.server.turn import Turns
+
+_log = logging.getLogger(__name__)
 
 GRACE_S = 5.0  # for the running answer, once the server is told to stop
 
@@ -121,14 +125,30 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._evaluator, self._ready = evaluator, ready
+        self._complain_from = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._on_error)
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await asyncio.to_thread(self._evaluator.close, GRACE_S)
         await super().shutdown(sockets)
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What no request meets with.
+
+        Without a free descriptor, asyncio says so every second, as often as connections may wait:
+        here, once a minute. It tries again a second later, when the socket may have been closed.
+        """
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            if loop.time() >= self._complain_from:
+                self._complain_from = loop.time() + 60
+                _log.warning("connections wait: too many open files: raise `ulimit -n`")
+        elif not (self.should_exit and isinstance(error, ValueError)):
+            loop.default_exception_handler(context)
 
 
 def _prompt_cache(llm: Llama, prompts: tuple[Path, int] | None) -> PromptCache | None:

@@ -18,7 +18,9 @@ class Snapshot:
     """The stream at one moment. Nobody changes it.
 
     Attributes:
-        cache: expert bytes in the cache and its limit, evictions and re-reads.
+        cache: expert bytes in the cache and its limit, evictions and re-reads; empty if the model
+            is resident.
+        idle_bytes: read by lanes that nobody waited for, to fill the cache; in no other figure.
         residency: MoE layer → a character an expert, "1" if it is in memory; empty unless a page
             asked for it.
         agreement: layer → share of committed slots that the router would have chosen; empty without
@@ -28,6 +30,7 @@ class Snapshot:
     prefill: Totals
     decode: Totals
     cache: dict[str, int]
+    idle_bytes: int
     residency: dict[int, str]
     agreement: dict[int, float]
 
@@ -58,25 +61,26 @@ class Live:
 
     @staticmethod
     def _copy(llm: Llama, *, residency: bool) -> Snapshot:
-        cache = llm.source.cache if llm.source else None
-        layers = llm.layout.moe_layers if cache and residency else []
+        source = llm.source
+        layers = llm.layout.moe_layers if source and residency else []
         experts = range(llm.layout.n_expert)
         ahead = llm.policies.report(llm.counters.decode).get("route_ahead", {})
         return Snapshot(
             replace(llm.counters.prefill),
             replace(llm.counters.decode),
             {
-                "used": cache.used,
-                "budget": cache.budget,
-                "evictions": cache.evictions,
-                "rereads": cache.rereads,
+                "used": source.cache.used,
+                "budget": source.cache.budget,
+                "evictions": source.cache.evictions,
+                "rereads": source.cache.rereads,
             }
-            if cache
+            if source
             else {},
+            source.lanes.idle_bytes if source else 0,
             {
-                layer: "".join("1" if (layer, e) in cache else "0" for e in experts)
+                layer: "".join("1" if source.cached(layer, e) else "0" for e in experts)
                 for layer in layers
-                if cache
+                if source
             },
             {
                 int(layer): counts["agreed_slots"] / counts["slots"]
@@ -96,6 +100,7 @@ def as_dict(snapshot: Snapshot) -> dict[str, Any]:
             "compute_s": snapshot.decode.compute_s,
         },
         "cache": snapshot.cache,
+        "idle_bytes": snapshot.idle_bytes,
         "residency": snapshot.residency,
         "agreement": snapshot.agreement,
     }

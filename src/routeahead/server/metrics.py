@@ -69,6 +69,8 @@ class _Stream(Collector):
             family = CounterMetricFamily(f"routeahead_{name}", meaning, labels=["phase"])
             family.add_metric(["prefill"], getattr(latest.prefill, field))
             family.add_metric(["decode"], getattr(latest.decode, field))
+            if field == "bytes_read":
+                family.add_metric(["idle"], latest.idle_bytes)
             yield family
         for name, value in latest.cache.items():
             unit = "_bytes" if name in ("used", "budget") else ""

@@ -34,6 +34,11 @@ class Totals:
     Attributes:
         tokens: rows evaluated.
         batches: calls of llama_decode.
+        hits, misses: experts that a layer asked for and that the cache had, or had not; what was
+            read early for it counts as a miss.
+        evictions: experts that left the cache for others.
+        rereads: misses of experts that had been read before: evicted since, or read ahead of a
+            prompt's layer that then did not use them.
         early_bytes: of reads that a lane began before their layer asked.
         dropped: slots that were not read, and computed with weight 0.
         committed, passed_through: routings that route-ahead decided, and that it should have.

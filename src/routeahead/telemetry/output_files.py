@@ -43,6 +43,13 @@ def _identity(path: Path) -> tuple[int, int] | Path:
     return found.st_dev, found.st_ino
 
 
+def not_written(path: Path, error: OSError) -> SettingsError:
+    """What to raise for an error that prevented a file."""
+    if not path.parent.exists():
+        return SettingsError(f"{path}: cannot be written: there is no folder {path.parent}")
+    return SettingsError(f"{path}: cannot be written: {error.strerror or error}")
+
+
 def check_writable(path: Path) -> None:
     """Checks that `path` can be written, so that a long run does not end without its report.
 
@@ -56,7 +63,7 @@ def check_writable(path: Path) -> None:
         if not there:
             path.unlink()
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be written: {error.strerror}") from None
+        raise not_written(path, error) from None
 
 
 @contextmanager
@@ -88,4 +95,4 @@ def replacing(path: Path) -> Iterator[IO[str]]:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be written: {error.strerror}") from None
+        raise not_written(path, error) from None

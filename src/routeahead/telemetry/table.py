@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.errors import SettingsError
+from routeahead.telemetry.output_files import not_written
 
 Columns = Mapping[str, str]
 """Name → Arrow type: "int64", "float64" or "string"."""
@@ -61,7 +62,7 @@ def open_table(path: Path, columns: Columns, facts: Mapping[str, Any]) -> Table:
         made: Table = (_ParquetTable if path.suffix == PARQUET else _CsvTable)(path, columns, facts)
         return _Named(path, made)
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be written: {error.strerror}") from None
+        raise not_written(path, error) from None
 
 
 class _Named:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from routeahead.errors import SettingsError
+from routeahead.telemetry.output_files import not_written
 
 Tensors = dict[str, npt.NDArray[Any]]
 _FACTS = "routeahead"  # key of the file's metadata
@@ -38,7 +39,7 @@ def write_tensors(path: Path, tensors: Tensors, facts: Mapping[str, Any]) -> Non
         temporary.chmod(mode)  # the library makes a file of its own, for the owner alone
         temporary.replace(target)
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise not_written(path, error) from None
     except Exception as error:  # the library's own class, for a full disk say
         raise SettingsError(f"{path}: cannot be written: {error}") from None
     finally:
