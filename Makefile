@@ -101,7 +101,7 @@ embedded-model: $(VENV)/installed
 
 second-model: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet -e '.[train]'
-	$(BIN)/python training/train.py build/second --model qwen2moe --tokens 4e6
+	$(BIN)/python training/train.py build/second --model qwen2moe --float32
 	$(BIN)/python training/export.py build/second benchmarks/data/second.gguf --model qwen2moe --experts Q8_0
 
 third-model: $(VENV)/installed

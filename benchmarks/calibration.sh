@@ -6,6 +6,11 @@ bin=$1 folder=$2
 data=benchmarks/data
 text=$data/held-out.txt
 
+# The third model was not trained for the tasks.
+battery_of() {
+    [ "$1" = third ] || echo "--prompts $data/battery.jsonl --prompt-through-decode"
+}
+
 model_of() {
     if [ "$1" = embedded ]; then echo src/routeahead/models/default.gguf; else echo "$data/$1.gguf"; fi
 }
@@ -19,7 +24,7 @@ for name in embedded second third; do
             --out "$data/$name.gates.safetensors" -t 1 > "$folder/$name.calibrated.new"
         mv "$folder/$name.calibrated.new" "$folder/$name.calibrated"
     fi
-    [ -f "$folder/$name.json" ] || "$bin/routeahead" eval "$model" --text $text --max-tokens 2000 -t 1 \
+    [ -f "$folder/$name.json" ] || "$bin/routeahead" eval "$model" --text $text --max-tokens 2000 -t 1 $(battery_of $name) \
         --settings benchmarks/settings/calibration.$name.txt --work "$folder/$name" --json "$folder/$name.json"
 done
 

@@ -138,13 +138,15 @@ def quality_tables(records: dict[str, Any]) -> str:
     for name, record in records.items():
         if record:
             baseline, *results = record["results"]
-            rows = [quality_row(one, baseline) for one in results]
+            text, answers = baseline["text"], right(baseline)
             header = ("setting", "perplexity ×", "KL", "top-1", "right answers")
-            perplexity = baseline["text"]["perplexity"]
+            # A model that was not trained for the tasks has no answers.
+            columns = len(header) if answers else -1
+            rows = [quality_row(one, baseline)[:columns] for one in results]
             parts.append(
-                f"*{name}* (resident: perplexity {perplexity:.2f} over "
-                f"{baseline['text']['tokens']} tokens, {right(baseline)} answers)\n\n"
-                f"{markdown(header, rows)}\n"
+                f"*{name}* (resident: perplexity {text['perplexity']:.2f} over {text['tokens']} "
+                f"tokens{f', {answers} answers' if answers else ''})\n\n"
+                f"{markdown(header[:columns], rows)}\n"
             )
     return "\n".join(parts)
 
