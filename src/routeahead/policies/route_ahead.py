@@ -254,10 +254,8 @@ class RouteAhead(PredictingPolicy):
         return known is None or known >= least
 
     def _read(self, layer: int, experts: Sequence[int]) -> None:
-        if not self._options.route_ahead_min_agreement or self.commits(layer):
-            self._experts.read_early(layer, experts)
-        else:
-            self._experts.guess(layer, experts)
+        read = self._experts.read_early if self.commits(layer) else self._experts.guess
+        read(layer, experts)
 
     def next_step(self) -> None:
         super().next_step()
