@@ -252,6 +252,17 @@ def test_what_was_fitted_outlives_a_result_that_cannot_be_written(
     assert out.exists() and not partial.exists() and not moments
 
 
+def test_a_text_that_is_shorter_than_a_vector_is_said(library: Library, tmp_path: Path) -> None:
+    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for one in texts:
+        one.write_text("a few words")
+    words = ["calibrate", str(library.path("qwen3moe")), "--out", str(tmp_path / "g"), "-t", "1"]
+    done = CliRunner().invoke(app, [*words, *(w for one in texts for w in ("--text", str(one)))])
+    assert done.exit_code == 0
+    assert "that is little: a vector has" in done.stderr
+    assert "slots predicted right: by the layers' own routers / calibrated" in done.stderr
+
+
 def test_every_fixture_can_be_calibrated(library: Library, text: Path, tmp_path: Path) -> None:
     for name in models.FIXTURES:
         gates = Calibration(request(library, name, text, depths=(1,)), tmp_path / name).run()

@@ -374,6 +374,14 @@ def test_a_profile_has_counts(load: Load, count: str) -> None:
     assert not any(map(any, read_uses(layout).merged().values()))
 
 
+def test_a_profile_that_is_no_file_is_none(load: Load) -> None:
+    layout = load(NAME, cache_mb=0).layout
+    path = profile_path(layout)
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)  # who opened it to read would wait
+    assert not any(map(any, read_uses(layout).merged().values()))
+
+
 @pytest.mark.fast
 def test_a_profile_that_cannot_be_written_is_left_out(
     load: Load, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,8 @@ def test_pages_beside_the_apis(server: Server) -> None:
     metrics = server.client.get("/metrics").text
     # The last token is sampled and ends the text: each of those before it was evaluated.
     assert f'routeahead_tokens_total{{phase="decode"}} {before + used:.1f}' in metrics
+    idle = re.search(r'routeahead_read_bytes_total\{phase="idle"\} (\S+)', metrics)
+    assert idle and 0 < float(idle[1]) <= server.counters()["idle_bytes"]
     assert 'routeahead_requests_total{path="/v1/chat/completions",status="200"}' in metrics
 
 

@@ -70,6 +70,7 @@ class Calibration:
     Attributes:
         nbytes: memory that it takes beside the model.
         pairs: what is predicted from where.
+        width: numbers of the vector that a router is given.
     """
 
     def __init__(self, request: Request, checkpoint: Path) -> None:
