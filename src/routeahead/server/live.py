@@ -52,12 +52,20 @@ class Live:
         return self.latest
 
     def offer(self, llm: Llama, *, force: bool = False) -> None:
-        """Copies what is shown, if the last copy is old enough."""
+        """Copies what is shown, if the last copy is old enough and the thread that watches memory
+        does not have the cache; or in any case."""
         now = time.monotonic()
         if now < self._next and not force:
             return
-        self._next = now + INTERVAL_S
-        self.latest = self._copy(llm, residency=now < self._watched)
+
+        def copy() -> None:
+            self._next = now + INTERVAL_S
+            self.latest = self._copy(llm, residency=now < self._watched)
+
+        if force or llm.streamed is None:
+            copy()
+        else:
+            llm.streamed.ownership.borrow(copy)
 
     @staticmethod
     def _copy(llm: Llama, *, residency: bool) -> Snapshot:
