@@ -29,7 +29,7 @@ for name in embedded second third; do
 done
 
 [ -f "$folder/inflated-quality.json" ] || "$bin/routeahead" eval "$(model_of embedded)" \
-    --text $text --max-tokens 2000 -t 1 --prompts $data/battery.jsonl --prompt-through-decode \
+    --text $text --max-tokens 2000 -t 1 $(battery_of embedded) \
     --settings benchmarks/settings/inflated.txt --work "$folder/quality" --json "$folder/inflated-quality.json"
 
 [ -f build/inflated.gguf ] || "$bin/python" benchmarks/inflate_model.py "$(model_of embedded)" \
